@@ -236,9 +236,22 @@ def text_of(value: object) -> str:
 
 
 def nearest(key: Key, others: Sequence[Key]) -> Key | None:
-    """The graph of the same function and phase with the fewest parts that differ; the first of several."""
+    """The graph of the same function and phase with the fewest parts that differ, and the fewest entries of these; the
+    first of several.
+    """
     same = [other for other in others if (other.name, other.phase) == (key.name, key.phase)]
-    return min(same, key=lambda other: len(_differing(key, other)), default=None)
+    return min(same, key=lambda other: _distance(key, other), default=None)
+
+
+def _distance(now: Key, before: Key) -> tuple[int, int]:
+    """How many parts of two keys differ, and how many entries of these parts, where they have names."""
+    differing = _differing(now, before)
+    named = [(_entries(now.parts.get(part)), _entries(before.parts.get(part))) for part in differing]
+    return len(differing), sum(len(here ^ there) for here, there in named)
+
+
+def _entries(part: object) -> set[tuple[str, str]]:
+    return {(name, str(value)) for name, value in part.items()} if isinstance(part, dict) else set()
 
 
 def difference(now: Key, before: Key) -> str:

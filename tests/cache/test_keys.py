@@ -60,6 +60,14 @@ def test_an_option_that_changed_is_named(run):
     )
 
 
+def test_of_several_that_are_stored_the_nearest_is_compared(run):
+    others = ("remove_noop_ops", "remove_cat_ops", "pattern_fusion_pass", "strict")
+    for other in (*others[:2], "", *others[2:]):  # in whichever order they are looked at
+        further = {other: False, "inplace_pass": False} if other else {}
+        run(function, torch.ones(2), input_inplace_pass=False, **further)
+    assert missed(run(function, torch.ones(2))) == "the option 'input_inplace_pass' was False and is True"
+
+
 def test_a_switch_of_the_process_that_changed_is_named(run):
     run(function, torch.ones(2))
     torch.use_deterministic_algorithms(True)
