@@ -35,6 +35,7 @@ from graphex.analysis.asynchronous import Storage as Storage
 from graphex.analysis.effects import (
     PURE_NAMESPACES,
     RegionContract,
+    is_formula,
     is_size_arithmetic,
     is_work,
     node_leaves,
@@ -432,7 +433,7 @@ class Aliases:
             parts = self._parts_by_schema(node, op)
         elif is_size_arithmetic(node):
             return frozenset()
-        elif str(getattr(node.target, "__name__", "")) in _FRESH_HIGHER_ORDER:
+        elif str(getattr(node.target, "__name__", "")) in _FRESH_HIGHER_ORDER or is_formula(node):
             value = node.meta.get("val")
             parts = [
                 frozenset({(node, index)}) for index in range(len(value) if isinstance(value, (list, tuple)) else 1)

@@ -115,10 +115,10 @@ def test_a_norm_with_a_reshape_between_it_and_the_residual_is_a_candidate() -> N
 
 
 def test_a_search_function_that_cannot_take_these_tensors_says_so_in_the_journal_alone():
-    weight, rows, targets = torch.randn(4, 8), torch.randn(4, 8), torch.randn(4, 4)
+    weight, rows, targets = torch.randn(4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 4)
 
-    def loss(weight, row, target):
-        return torch.nn.functional.mse_loss(row[None] @ weight.t(), target[None])
+    def loss(weight, rows, target):
+        return torch.nn.functional.mse_loss(rows @ weight.t(), target)
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
     logged, handler, logger = [], logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")

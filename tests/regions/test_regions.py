@@ -248,6 +248,18 @@ def test_flexible_attention_is_a_part_of_a_region(uncompiled):
     assert not any("calls no operator" in reason for reason in borders(run))
 
 
+def test_a_region_returns_what_flexible_attention_computes(uncompiled):
+    def returned(x):
+        y = flex_attention(torch.tanh(x), x, x * 2, score_mod=doubled)
+        return y, torch.sin(y) + x
+
+    x = torch.randn(1, 2, 16, 4)
+    run = compiled(returned)
+    wanted = scaled_dot_product_attention(torch.tanh(x) * 2, x, x * 2, is_causal=True)
+    close(run(x), (wanted, torch.sin(wanted) + x))
+    assert any("flex_attention(" in line for region in regions(run) for line in region.lines)
+
+
 def test_the_score_of_flexible_attention_is_a_part_of_a_regions_key(uncompiled, monkeypatch):
     keys, compile_region = set(), stage.compile_region
 
