@@ -57,6 +57,7 @@ def test_a_value_that_is_not_finite_is_an_infinite_error() -> None:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_tiny_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     common = ["--tiny", "--models", "mlp", "--variants", "eager", "graphex", "--warm"]
     models.main([*common, "--json", str(tmp_path / "rows.json")])

@@ -179,7 +179,7 @@ def test_every_room_of_the_package_is_in_the_page_on_internals() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("regions", "rounding"), [("off", 0.0), ("on", 1e-4)])
+@pytest.mark.parametrize(("regions", "rounding"), [("off", 0.0), pytest.param("on", 1e-4, marks=pytest.mark.full)])
 def test_what_explain_says_of_a_hugging_face_model(
     regions: str, rounding: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
