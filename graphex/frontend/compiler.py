@@ -35,8 +35,8 @@ from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import CacheAsked, GraphCompiled, Journal, KernelsPlanned, Verified
 from graphex.regions.compiler import settings
-from graphex.rewrite.base import correct_layouts, stamp_origins
 from graphex.rewrite.compilation import Compilation, Origin
+from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed

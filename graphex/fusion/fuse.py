@@ -32,7 +32,8 @@ from graphex.fusion.patterns import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.ops import SPECS, has_kernel
 from graphex.records import NearMiss, RuleTried
-from graphex.rewrite.base import Refusal, Work, evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}

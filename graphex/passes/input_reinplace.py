@@ -41,7 +41,8 @@ from graphex.passes.updates import (
     updated,
     why_seen,
 )
-from graphex.rewrite.base import GraphPass, PassWatch, Refusal, Work, fake_mode_of, inherit, repair
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import PassWatch, fake_mode_of, inherit, repair
 from graphex.torch_private.graphs import (
     WRAPPER,
     WRAPPERS,

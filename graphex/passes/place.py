@@ -37,7 +37,8 @@ from graphex.device.base import EXTERNAL_EVENTS, ExternalEvents
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, IGNORED, LABEL, LEXICAL, NAMESPACES, PRIORITY
 from graphex.records import Refused
-from graphex.rewrite.base import MADE_BY, GraphPass, Work
+from graphex.rewrite.base import GraphPass, Work
+from graphex.rewrite.metadata import MADE_BY
 
 # -- streams and events as torch leaves them in a graph ----------------------------------------------------------------
 

@@ -34,7 +34,8 @@ from torch.fx import Node
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
-from graphex.rewrite.base import GraphPass, Refusal, Work, inherit_all
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.partition import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex

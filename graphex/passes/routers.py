@@ -21,7 +21,8 @@ from torch.fx import Graph, Node
 from graphex.analysis import node_line
 from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.rewrite.base import Refusal, Work, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 
 aten = torch.ops.aten
 experts = torch.ops.graphex.experts.default

@@ -39,7 +39,8 @@ from graphex.analysis.dependencies import dependencies, epoch_of
 from graphex.analysis.effects import is_work, operator_of
 from graphex.analysis.graphs import extract, topological_order, values_from_outside
 from graphex.ops.scope import CORES
-from graphex.rewrite.base import Refusal, Work, inherit
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit
 from graphex.torch_private.graphs import qualified_name, write_code
 
 

@@ -24,8 +24,9 @@ from graphex.analysis.graphs import raised_in, text_of, value_key
 from graphex.analysis.happens_before import moved_across_a_write, stamp_order
 from graphex.errors import PassError, RuleError, StreamError, one_line
 from graphex.records import PassRan, Record
-from graphex.rewrite.base import GraphPass, PassWatch, Work, repair
+from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.compilation import Compilation, readable
+from graphex.rewrite.metadata import PassWatch, repair
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, write_code
 from graphex.torch_private.symbolic import pytree
