@@ -175,7 +175,7 @@ class CompileRegions(GraphPass):
             return None
 
     def _say(self, work: Work, what: str, reason: str, *, warn: bool = False) -> None:
-        """Put on record what is done without; a user who could expect it is warned too."""
+        """Record that something is done without, and why; a user who could expect it is warned too."""
         work.remark = reason
         if warn:
             work.fall_back_later(what, reason, "")
