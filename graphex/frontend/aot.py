@@ -118,7 +118,7 @@ def _compile_flat(
 
 
 def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilation: Compilation) -> Compiled:
-    """What was found in the cache, as Dynamo calls it."""
+    """The programs from the cache, as Dynamo calls them."""
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs

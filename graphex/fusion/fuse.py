@@ -374,7 +374,7 @@ def splice(gm: GraphModule, plan: FusionPlan, site: Site, mode: FakeTensorMode) 
 
 
 def _begins_to_share(gm: GraphModule, plan: FusionPlan) -> Refusal | None:
-    """A result that lies in memory of an argument, or of another result, where it did not: someone may see a write."""
+    """A result that begins to share memory with an argument, or with another result: a write would show in both."""
     replacement, outputs = plan.replacement, plan.outputs
     found = [(index, plan.inputs[place], "its argument") for index, place in replacement.shared_with_inputs]
     found += [(index, outputs[other], f"result {other}") for index, other in replacement.shared_results]

@@ -99,7 +99,7 @@ class Wanted:
         model_kwargs: dict[str, Any],
         users: Callable[[Any], tuple[Process, Hashable] | str],
     ) -> Wanted | str:
-        """Read the arguments of a call of transformers, or say why it cannot run here. `users` traces custom processors."""
+        """Read the arguments of a call of transformers, or say why not. `users` traces processors of users."""
         cache = model_kwargs["past_key_values"]
         if reason := why_not(cache):
             return reason

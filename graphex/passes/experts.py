@@ -206,7 +206,7 @@ class Order:
     places: Node
 
     def unmasked(self, node: Any, inner: set[Node]) -> Any:
-        """What `masked_fill(rows, numbers >= E, 0)` leaves as it is, since all experts are below E."""
+        """The rows of `masked_fill(rows, numbers >= E, 0)`, which changes none of them: all experts are below E."""
         filled = called(node, aten.masked_fill.Scalar)
         spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
         beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
@@ -258,7 +258,7 @@ def _sorted(node: Any, inner: set[Node]) -> Order | None:
 
 
 def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
-    """What is indexed by `by`, along the first dimension."""
+    """The value that is indexed by `by`, along the first dimension."""
     index = called(node, aten.index.Tensor)
     if index is None or _only_index(index) is not by:
         return None

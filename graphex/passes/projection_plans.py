@@ -329,7 +329,7 @@ class Planner:
         return None
 
     def _is_kept(self, node: Node, y: Node, first: Node, strangers: list[Node]) -> bool:
-        """Whether the op of a layer can return the norm for those who read it besides: all after it, and no layers,
+        """Whether the op of a layer can return the norm for other readers: all stand after it, and none is a layer,
         which would make the norm once more. It is the layer that chooses experts, which all read the norm.
         """
         is_norm = node.target is ops.rms_norm.default and known_contiguous(y.meta["val"])

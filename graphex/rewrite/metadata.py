@@ -68,7 +68,7 @@ def _inherit_place(node: Node, kernels: list[Node]) -> None:
 
 
 class PassWatch:
-    """Notes, while a foreign pass runs, what it replaces by what."""
+    """Notes which nodes a user's pass replaces by which, while it runs."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
@@ -87,7 +87,7 @@ class PassWatch:
         self._gm._unregister_replace_node_hook(self._note)
 
     def dropped(self, gm: GraphModule) -> list[Node]:
-        """The nodes that are still there and have lost what they carried."""
+        """The nodes that are still there and have lost metadata."""
         return [
             node
             for node in gm.graph.nodes

@@ -296,10 +296,10 @@ class Runner:
         if wanted:
             self.compilation.files.graph(self.phase, title, readable(self.gm))
         if changed:
-            self._take_picture()
+            self._add_to_history()
 
-    def _take_picture(self) -> None:
-        """For a report, where one was asked for. What goes wrong with it costs the report, not the compilation."""
+    def _add_to_history(self) -> None:
+        """Add a snapshot of the graph, where a report was asked for. An error costs the report, not the compilation."""
         journal = self.compilation.journal
         if journal.history is None:
             return
@@ -320,7 +320,7 @@ def _raised_at(error: Exception) -> str:
 
 
 def _targets(graph: Graph) -> Counter[str]:
-    """How often each thing is called: the difference of two of these is what a pass did."""
+    """How often each op or module is called: the difference of two counts is the work of a pass."""
     return Counter(str(node.target) if node.op.startswith("call") else node.op for node in graph.nodes)
 
 

@@ -329,7 +329,7 @@ class InPlace:
 
 
 class Kept:
-    """What one replay has kept for its backward, in place of the tensors: it is in use as long as this lives."""
+    """Stands for the values that one replay has kept for its backward: they are in use as long as this lives."""
 
     __slots__ = ("__weakref__", "outputs")
 
@@ -343,7 +343,7 @@ class Kept:
             args[index] = tensor
 
     def filled(self, args: Sequence[Any]) -> tuple[list[Any], frozenset[int]]:
-        """The same in a list of its own, with the graph's own tensors, which nobody may keep; and those places."""
+        """A copy of the list with the graph's own tensors, which the caller must not keep, and the places of these."""
         kept, missing = iter(self.outputs.kept), frozenset(place for place, value in enumerate(args) if value is None)
         return [next(kept) if value is None else value for value in args], missing
 

@@ -190,7 +190,7 @@ class Tail:
     reads: int
 
     def computed(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """What was captured, with the result that is computed later in its place."""
+        """The captured results, with the result that is computed later in its place."""
         end = len(results) - self.reads
         found = [*results[:end]]
         found[self.place] = Computed(self.run, tuple(map(borrowed, results[end:])))
@@ -332,7 +332,7 @@ def _same_type(one: Node, other: Node) -> bool:
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
-    """What a graph returns, one by one."""
+    """The results of a graph, one by one."""
     returned = _returned(gm)
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 

@@ -108,7 +108,7 @@ class ExecutableGraph:
         return "/".join(filter(None, (self.phase, self.version, piece)))
 
     def fall_back(self, what: str, reason: object, at: Node | None = None) -> None:
-        """Put on record what is done without, and why."""
+        """Record that something is done without, and why."""
         where = {} if at is None else {"node": at.name, "line": node_line(at)}
         self.compilation.fall_back(self.name, what, reason, **where)
 

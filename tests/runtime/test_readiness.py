@@ -19,8 +19,8 @@ from graphex.runtime import native as readiness
 from graphex.records import Journal
 compiled.wait_for_triton()  # nothing was begun
 journal = Journal()
-readiness.get_ready_meanwhile(journal)
-readiness.get_ready_meanwhile(Journal())
+readiness.load_in_background(journal)
+readiness.load_in_background(Journal())
 compiled.start_triton()
 compiled.start_triton()
 compiling = [thread for thread in threading.enumerate() if "C++" in thread.name]
