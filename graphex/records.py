@@ -544,12 +544,12 @@ class Journal:
 
     @property
     def rewrites(self) -> list[Rewrote]:
-        """What rules did in the graphs that run, without what verification undid."""
+        """The rewrites in the graphs that run, without those that verification undid."""
         return list(filter(self.is_kept, self.of(Rewrote)))
 
     @property
     def rules(self) -> list[RuleTried]:
-        """How often each rule applied in the graphs that run, without what verification undid."""
+        """How often each rule applied in the graphs that run, without rewrites that verification undid."""
         return list(filter(self.is_kept, self.of(RuleTried)))
 
     @property
@@ -565,7 +565,7 @@ class Journal:
         return name
 
     def is_kept(self, record: Rewrote | RuleTried) -> bool:
-        """Whether what a rule did is part of what runs: verification neither replaced nor undid it."""
+        """Whether the work of a rule is part of a graph that runs: verification neither replaced nor undid it."""
         if record.graph in self.replaced:
             return False
         undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]

@@ -501,8 +501,8 @@ def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
 
 def _apart(step: Step) -> Any:
     """One op after the other, each with its own kernel."""
-    turned = called("graphex::rotary_qkv_write_", *step.apart())
-    return called("graphex::attention", turned, *step.attention()[1:])
+    rotated = called("graphex::rotary_qkv_write_", *step.apart())
+    return called("graphex::attention", rotated, *step.attention()[1:])
 
 
 def _shares_memory(step: Step) -> bool:

@@ -286,15 +286,15 @@ def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]
     cast = None if counts is None else called(counts.args[0], aten._to_copy.default)
     if product is None or product.kwargs or cast is None or cast.args[0] is not order.numbers or ends is None:
         return None
-    turned = called(product.args[1], aten.transpose.int)
-    weight = product.args[1] if turned is None else turned.args[0]
+    transposed = called(product.args[1], aten.transpose.int)
+    weight = product.args[1] if transposed is None else transposed.args[0]
     experts = weight.meta["val"].shape[0]
     if counts is None or counts.args[1:] != (experts, 0, experts - 1) or weight.meta["val"].dim() != 3:
         return None
-    if turned is not None and {each % 3 for each in turned.args[1:]} != {1, 2}:
+    if transposed is not None and {each % 3 for each in transposed.args[1:]} != {1, 2}:
         return None
-    found = Linear(product.args[0], weight, bias, order.experts, turned is None)
-    found.inner = inner | {product, ends, counts, cast} | (set() if turned is None else {turned})
+    found = Linear(product.args[0], weight, bias, order.experts, transposed is None)
+    found.inner = inner | {product, ends, counts, cast} | (set() if transposed is None else {transposed})
     return found
 
 

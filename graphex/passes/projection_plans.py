@@ -339,7 +339,7 @@ class Planner:
         return True
 
     def _residual(self, linear: Linear, plan: FoldPlan) -> FoldPlan | None:
-        """The plan with what is added to the only use of a layer's result."""
+        """The plan with the residual that is added to a layer's result, if there is one and it may join."""
         if not self.work.allows(RESIDUAL):
             return None
         found = _added_to(linear)

@@ -179,7 +179,7 @@ def _of_all(chosen: Node, values: Node, top: Any) -> Router | None:
 
 
 def _scaled(values: Any, inner: set[Node]) -> tuple[Any, tuple[bool, float, float]]:
-    """Through a cast, a factor and a division by the sum: what these are applied to, and which they are."""
+    """The values that a cast, a factor and a division by their sum are applied to, and which of these there are."""
     normalised, epsilon, scale = False, 0.0, 1.0
     node = values
     if (cast := called(node, aten._to_copy.default)) is not None and cast.kwargs.keys() <= {"dtype"}:

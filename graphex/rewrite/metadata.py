@@ -35,7 +35,7 @@ def stamp_origins(graph: Graph) -> None:
 
 
 def inherit(node: Node, *replaced: Node) -> None:
-    """Let a node carry on the origins of what it replaces, and their source line if it has none."""
+    """Let a node carry on the origins of the nodes it replaces, and their source line if it has none."""
     names = dict.fromkeys([*origins(node), *(name for old in replaced for name in origins(old))])
     if names:
         node.meta[ORIGINS] = tuple(names)
@@ -46,7 +46,7 @@ def inherit(node: Node, *replaced: Node) -> None:
 
 
 def inherit_all(node: Node, ancestors: list[Node]) -> None:
-    """Let a node carry on the origins, source line, stream and annotations of what it stands for."""
+    """Let a node carry on the origins, source line, stream and annotations of the nodes it stands for."""
     if not ancestors:
         return
     inherit(node, *ancestors)

@@ -147,7 +147,7 @@ def can_stand_before(node: Node, place: Node) -> bool:
 
 
 def bring_before(node: Node, place: Node) -> None:
-    """Move a view, and what it is made of, in front of `place` (`can_stand_before` says that this can be done)."""
+    """Move a view, and the nodes it is made of, in front of `place`, where `can_stand_before` allows it."""
     if node < place or node.op == "placeholder":
         return
     for value in node.all_input_nodes:

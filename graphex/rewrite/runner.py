@@ -95,7 +95,7 @@ def check_numbers(graph: Graph, who: str) -> None:
 
 
 def check_results(graph: Graph, interface: Interface, who: str) -> None:
-    """Refuse results of another type or shape: what comes behind the graph was compiled for those before."""
+    """Refuse results of another type or shape: the code behind the graph was compiled for the old ones."""
     for at, (found, before) in enumerate(zip(interface_of(graph).values, interface.values, strict=True)):
         if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and _certainly_differ(found, before):
             raise PassError(f"{who} left output {at} as {_about(found)}; it was {_about(before)}. {MAY_NOT}")
@@ -141,7 +141,7 @@ log = logging.getLogger("graphex")
 
 @dataclass(frozen=True)
 class Step:
-    """A pass that changed the graph, and the graph before it: what verification can go back to."""
+    """A pass that changed the graph, and the graph before it, which verification can go back to."""
 
     graph_pass: GraphPass
     before: GraphModule
@@ -205,7 +205,7 @@ class Runner:
         self._show(f"after_{graph_pass.name}", stage=stage, changed=changed)
 
     def _apply(self, graph_pass: GraphPass, records: list[Record]) -> tuple[bool, str]:
-        """Run the pass and check what it left: whether the graph changed, and what there is to say about it."""
+        """Run the pass and check the graph that it left. Returns whether the graph has changed, and a remark."""
         work = Work(
             self.gm,
             self.example_inputs,

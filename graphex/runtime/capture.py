@@ -212,7 +212,7 @@ class CapturedProgram(program.GraphProgram):
         return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
     def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
-        """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
+        """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
         pool = self._pool
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
@@ -234,7 +234,7 @@ class CapturedProgram(program.GraphProgram):
                 pool.is_running = False
 
     def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
-        """The graph that reads what a forward's graph keeps where it is, if there is one for this backward."""
+        """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""
         filled, missing = kept.filled(args)
         if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
             return None
@@ -292,7 +292,7 @@ class CapturedProgram(program.GraphProgram):
         return None
 
     def _find(self, key: Key, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
-        """A graph of this key, if there is one for these addresses, and what has moved since it was captured."""
+        """A graph of this key, if there is one for these addresses, and the inputs that have moved since."""
         graph = self._store.latest(key)
         moved = _NOTHING if graph is None else graph.moved(args)
         if graph is not None and not moved:

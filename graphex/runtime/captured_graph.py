@@ -178,7 +178,7 @@ class LastRead:
         return places
 
     def is_shared(self, args: list[Any]) -> bool:
-        """Whether anything but these inputs of a call holds what was saved."""
+        """Whether anything but these inputs of a call holds the saved values."""
         return retains_graph() or self._is_held() or _most_referenced(self._read(args)) > _IN_A_LIST
 
 
@@ -245,7 +245,7 @@ class CapturedGraph:
         return LastRead(owning, self, is_held, picker(list(owning)))
 
     def may_read(self, outputs: OutputPlan) -> bool:
-        """Whether a replay that computes in what a forward has kept would do so in this memory."""
+        """Whether a replay that computes in values kept by a forward would do so in the memory of these."""
         read = self.last_read
         return read is None or (read.keeper.outputs is outputs and not read.keeper.is_freed)
 

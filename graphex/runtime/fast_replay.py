@@ -150,7 +150,7 @@ class ReplayGuards:
         return (device.stream, *_WATCHERS, *self._switches, *settings, *captures)
 
     def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
-        """The answers in a call of this key, on this stream, that no mode sees and no one captures."""
+        """The answers in a call of this key, on this stream, that no mode sees and that is not being captured."""
         settings = (key.settings,) if self._has_settings else ()
         captures = (False,) if self._device.can_capture_on(stream) else ()
         return (stream, *_UNWATCHED, *key.switches, *settings, *captures)

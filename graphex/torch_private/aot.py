@@ -110,7 +110,7 @@ def donate_nothing() -> None:
 
 
 def is_autocast_on() -> bool:
-    """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
+    """Whether autocast is on for any device: AOTAutograd then turns it off around calls of what it compiles now."""
     return bool(_any_autocast())
 
 

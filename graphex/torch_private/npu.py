@@ -96,7 +96,7 @@ def as_host(tensor: Tensor) -> Tensor:
 
 
 def set_metadata(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """Let `tensor` be what `like` is, on `storage`."""
+    """Give `tensor` the sizes, strides and storage offset of `like`, on `storage`."""
     where = (storage, like.storage_offset(), like.size(), like.stride())
     changed: Tensor = aten.set_.source_Storage_storage_offset.redispatch(_host_keys(), tensor, *where)
     return changed

@@ -91,7 +91,7 @@ def hint_of(value: int | torch.SymInt, default: int) -> int:
 
 
 class NewGuardError(Exception):
-    """Something asked about a symbolic size what is not known for all its values."""
+    """A question about a symbolic size has no answer that holds for all its values."""
 
 
 @contextmanager
