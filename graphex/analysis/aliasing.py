@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.asynchronous import (
-    Access,
+    ExtraAccess,
     InUse,
     is_declared_to_keep_nothing,
     is_ordinary,
@@ -148,7 +148,7 @@ REGENERATED = "graphex_regenerated"
 RETURNED = "graphex_returned"
 
 _NOTHING: frozenset[Storage] = frozenset()
-_NO_ACCESS = Access()
+_NO_ACCESS = ExtraAccess()
 _FRESH_HIGHER_ORDER = frozenset({"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"})
 
 
@@ -171,7 +171,7 @@ class Aliases:
         self._returned: set[Node] = set()
         self._by_memory: dict[int, Storage] = {}
         self.in_use = InUse(self.storages, self._position)
-        self._besides: dict[Node, Access] = {}  # what nodes read and write besides what their arguments say
+        self._besides: dict[Node, ExtraAccess] = {}  # what nodes read and write besides what their arguments say
         self._by_stream: dict[Storage, dict[Hashable, list[Node]]] | None = None
         for node in graph.nodes:
             self._visit(node)
@@ -400,7 +400,7 @@ class Aliases:
             self._absolute |= self._storages.get(value, frozenset())
         self._note_besides(node, self.in_use.visit(node, self._memory_of, self._inputs))
 
-    def _note_besides(self, node: Node, access: Access) -> None:
+    def _note_besides(self, node: Node, access: ExtraAccess) -> None:
         if access == _NO_ACCESS:
             return
         self._besides[node] = access

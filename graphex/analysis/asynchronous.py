@@ -262,7 +262,7 @@ class Use(NamedTuple):
     edit: str = ""
 
 
-class Access(NamedTuple):
+class ExtraAccess(NamedTuple):
     """The memory that a node reads and writes besides that of its arguments."""
 
     reads: Memory = _NOTHING
@@ -275,7 +275,7 @@ class Flight:
 
     node: Node
     launch: Launch
-    access: Access
+    access: ExtraAccess
     last: Node | None = None
     landed: bool = False
     _waited: set[object] = field(default_factory=set)
@@ -369,23 +369,23 @@ class InUse:
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def visit(self, node: Node, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]) -> Access:
+    def visit(self, node: Node, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]) -> ExtraAccess:
         """Take note of a node. What it reads and writes because it waits."""
         if node.op in ("placeholder", "get_attr") or ((op := operator_of(node)) is not None and is_ordinary(op)):
-            return Access()
-        access = Access()
+            return ExtraAccess()
+        access = ExtraAccess()
         if is_wait(node):
             access = self._wait(node, memory_of(node.all_input_nodes), inputs)
         elif waits_inside(node):
-            access = Access(frozenset(inputs))
+            access = ExtraAccess(frozenset(inputs))
         if (launch := launch_of(node)) is not None:
             written = memory_of([*launch.writes, node] if launch.writes_results else launch.writes)
-            self._begin(Flight(node, launch, Access(memory_of(launch.reads), written)))
+            self._begin(Flight(node, launch, ExtraAccess(memory_of(launch.reads), written)))
         elif keeper := keeper_of(node):
             self._keep(node, keeper, memory_of(node.all_input_nodes))
         return access
 
-    def end(self) -> Access:
+    def end(self) -> ExtraAccess:
         """The ops that are still in flight when the graph ends."""
         return _access_of([flight for flight in self._flights if not flight.landed])
 
@@ -408,7 +408,7 @@ class InUse:
         for storage in memory:
             self._kept.setdefault(storage, position)
 
-    def _wait(self, node: Node, memory: Memory, inputs: Collection[Storage]) -> Access:
+    def _wait(self, node: Node, memory: Memory, inputs: Collection[Storage]) -> ExtraAccess:
         op = operator_called(node)
         assert op is not None
         found = {
@@ -418,7 +418,7 @@ class InUse:
             if storage in flight.access.writes and op._schema.name in flight.launch.waits
         }
         if not found:  # in flight since before the graph, or not known
-            return Access(memory | frozenset(inputs), memory)
+            return ExtraAccess(memory | frozenset(inputs), memory)
         for flight in found.values():
             flight.wait(node)
         return _access_of(found.values())
@@ -435,9 +435,9 @@ class InUse:
         return Use(f"custom op '{keeper}' may have kept it", edit=edit)
 
 
-def _access_of(flights: Collection[Flight]) -> Access:
+def _access_of(flights: Collection[Flight]) -> ExtraAccess:
     """The memory that a wait for some ops in flight reads and writes."""
-    return Access(
+    return ExtraAccess(
         _NOTHING.union(*(flight.memory for flight in flights)),
         _NOTHING.union(*(flight.access.writes for flight in flights)),
     )

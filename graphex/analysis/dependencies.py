@@ -250,7 +250,7 @@ NEVER, UNKNOWN = 2**62, -1
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """The nodes of a graph as it was traced: the time at which each runs, and the calls among them that can raise."""
 
     time: dict[str, int]
@@ -275,7 +275,7 @@ class Writes:
     belongs to. `versions` are the nodes that are the input, written in place, in the program.
     """
 
-    program: Program
+    program: TracedProgram
     times: tuple[int, ...]
     number: dict[str, int] = field(default_factory=dict)
     versions: frozenset[str] = frozenset()
@@ -299,7 +299,7 @@ class Writes:
         return not self.versions.isdisjoint(origins(node)[:1])
 
 
-NO_WRITES = Writes(Program({}, {}), ())
+NO_WRITES = Writes(TracedProgram({}, {}), ())
 
 
 def writes_to(target: Node) -> Writes | None:

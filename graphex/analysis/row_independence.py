@@ -3,10 +3,10 @@
     x: f32[s, 16]; y = mm(x, w); z = softmax(y, -1)        rows of x, y and z are dimension 0: independent
     x: f32[s, 16]; y = mean(x, 0)                          every row counts: refused, at `mean`
 
-The proof goes node by node. `None` means that a value does not depend on rows at all; a `Place` is the dimension along
-which row i of the value depends on row i of every input and on nothing else. A row may be a block of several elements
-of its dimension: f32[s, 3, 16] seen as f32[3*s, 16]. What is not known to be separate is refused. The second half of
-this file has the rule of each op.
+The proof goes node by node. `None` means that a value does not depend on rows at all; a `RowPlace` is the dimension
+along which row i of the value depends on row i of every input and on nothing else. A row may be a block of several
+elements of its dimension: f32[s, 3, 16] seen as f32[3*s, 16]. What is not known to be separate is refused. The second
+half of this file has the rule of each op.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphex.torch_private.symbolic import free_symbols, multiple_of
 # -- the proof ---------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Rows lie along `dim`, each `block` elements long."""
 
     dim: int
@@ -49,7 +49,7 @@ class Rows:
 
     def __init__(self, gm: GraphModule, symbol: Any) -> None:
         self._symbol = symbol
-        self.dims: dict[Node, Place | None] = {}
+        self.dims: dict[Node, RowPlace | None] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
                 continue
@@ -62,7 +62,7 @@ class Rows:
             elif not _is_number(value):
                 self.refuse(node, "what it does to rows is not known")
 
-    def of(self, value: Tensor, node: Node) -> Place | None:
+    def of(self, value: Tensor, node: Node) -> RowPlace | None:
         """The dimension that has the size, or a multiple of it."""
         sized = [(dim, size) for dim, size in enumerate(value.shape) if self._depends(size)]
         if not sized:
@@ -71,11 +71,11 @@ class Rows:
         block = multiple_of(size, self._symbol)
         if len(sized) > 1 or block is None:
             self.refuse(node, "it has the size in more than one dimension, or as part of another")
-        return Place(dim, block)
+        return RowPlace(dim, block)
 
     # -- one node ------------------------------------------------------------------------------------------------
 
-    def _dim(self, node: Node) -> Place | None:
+    def _dim(self, node: Node) -> RowPlace | None:
         if is_random(node):
             self.refuse(node, "it draws random numbers")
         if node.target is operator.getitem:
@@ -102,7 +102,7 @@ class Rows:
             self.refuse(node, f"{op} is not known to treat rows separately")
         return rule(self, node)
 
-    def _checked(self, node: Node, place: Place | None) -> Place | None:
+    def _checked(self, node: Node, place: RowPlace | None) -> RowPlace | None:
         """The rule of an op must agree with its sizes."""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self.of(value, node) != place:
@@ -122,20 +122,20 @@ class Rows:
         if any(self._depends(leaf.meta.get("val")) for leaf in numbers):
             self.refuse(node, "it computes with the number of rows")
 
-    def _broadcast(self, node: Node, rows: Sequence[Node]) -> Place | None:
+    def _broadcast(self, node: Node, rows: Sequence[Node]) -> RowPlace | None:
         rank = len(node.meta["val"].shape)
         found = set()
         for leaf in rows:
             place = self.dims[leaf]
             assert place is not None
-            found.add(Place(place.dim + rank - len(leaf.meta["val"].shape), place.block))
+            found.add(RowPlace(place.dim + rank - len(leaf.meta["val"].shape), place.block))
         if len(found) != 1:
             self.refuse(node, "rows of one operand meet another dimension of the other")
         return found.pop()
 
     # -- what rules use ------------------------------------------------------------------------------------------
 
-    def place_of(self, node: Any) -> Place | None:
+    def place_of(self, node: Any) -> RowPlace | None:
         return self.dims.get(node) if isinstance(node, Node) else None
 
     def _depends(self, value: Any) -> bool:
@@ -174,11 +174,11 @@ def _is_number(value: Any) -> bool:
 
 aten = torch.ops.aten
 
-Rule = Callable[["Rows", Node], "Place | None"]
+Rule = Callable[["Rows", Node], "RowPlace | None"]
 """The row dimension of a node's result, from those of its arguments; `rows.refuse` where there is none."""
 
 
-def _reshaped(rows: Rows, node: Node) -> Place | None:
+def _reshaped(rows: Rows, node: Node) -> RowPlace | None:
     """Rows stay rows if as many elements come before them as did before."""
     source, value = node.args[0], node.meta["val"]
     assert isinstance(source, Node)
@@ -200,7 +200,7 @@ def _product(sizes: Sequence[Any]) -> Any:
     return result
 
 
-def _permuted(rows: Rows, node: Node) -> Place | None:
+def _permuted(rows: Rows, node: Node) -> RowPlace | None:
     source = node.args[0]
     assert isinstance(source, Node)
     rank, place = len(source.meta["val"].shape), rows.place_of(source)
@@ -213,14 +213,14 @@ def _permuted(rows: Rows, node: Node) -> Place | None:
     return place and place._replace(dim=order.index(place.dim))
 
 
-def _expanded(rows: Rows, node: Node) -> Place | None:
+def _expanded(rows: Rows, node: Node) -> RowPlace | None:
     return rows.of(node.meta["val"], node)
 
 
 def _within_row(*names: str, removes: bool = False, keep: str = "keepdim") -> Rule:
     """An op along some dimensions, none of which may be that of the rows. No dimension given means all of them."""
 
-    def rule(rows: Rows, node: Node) -> Place | None:
+    def rule(rows: Rows, node: Node) -> RowPlace | None:
         source = node.args[0]
         first = source if isinstance(source, Node) else source[0]  # type: ignore[index]
         assert isinstance(first, Node)
@@ -236,12 +236,12 @@ def _within_row(*names: str, removes: bool = False, keep: str = "keepdim") -> Ru
     return rule
 
 
-def _unsqueezed(rows: Rows, node: Node) -> Place | None:
+def _unsqueezed(rows: Rows, node: Node) -> RowPlace | None:
     place, new = rows.place_of(node.args[0]), canonical_dim(argument(node, "dim"), len(node.meta["val"].shape))
     return place and place._replace(dim=place.dim + (new <= place.dim))
 
 
-def _normalised(rows: Rows, node: Node) -> Place | None:
+def _normalised(rows: Rows, node: Node) -> RowPlace | None:
     """Layer norms work along the last dimensions, as many as `normalized_shape` has."""
     source, shape = node.args[0], argument(node, "normalized_shape")
     assert isinstance(source, Node)
@@ -254,7 +254,7 @@ def _normalised(rows: Rows, node: Node) -> Place | None:
 def _product_of_matrices(left: int, right: int) -> Rule:
     """Rows of the left matrix, columns of the right one, or the same batch of both."""
 
-    def rule(rows: Rows, node: Node) -> Place | None:
+    def rule(rows: Rows, node: Node) -> RowPlace | None:
         a, b = node.args[left], node.args[right]
         assert isinstance(a, Node)
         assert isinstance(b, Node)
@@ -271,7 +271,7 @@ def _product_of_matrices(left: int, right: int) -> Rule:
     return rule
 
 
-def _linear(rows: Rows, node: Node) -> Place | None:
+def _linear(rows: Rows, node: Node) -> RowPlace | None:
     source, weight = node.args[0], node.args[1]
     assert isinstance(source, Node)
     place = rows.place_of(source)
@@ -283,7 +283,7 @@ def _linear(rows: Rows, node: Node) -> Place | None:
 def _along_the_last(*names: str) -> Rule:
     """Our norms and linear layers: each row of these arguments for itself, what else they take is the same for all."""
 
-    def rule(rows: Rows, node: Node) -> Place | None:
+    def rule(rows: Rows, node: Node) -> RowPlace | None:
         given = [each for name in names if isinstance(each := argument(node, name), Node)]
         places = {rows.place_of(each) for each in given}
         others = set(node_leaves((node.args, node.kwargs))).difference(given)
@@ -298,7 +298,7 @@ def _along_the_last(*names: str) -> Rule:
 
 
 def _looked_up(table: str, index: str) -> Rule:
-    def rule(rows: Rows, node: Node) -> Place | None:
+    def rule(rows: Rows, node: Node) -> RowPlace | None:
         if rows.place_of(argument(node, table)) is not None:
             rows.refuse(node, "it looks up rows of the padded size")
         return rows.place_of(argument(node, index))
@@ -306,7 +306,7 @@ def _looked_up(table: str, index: str) -> Rule:
     return rule
 
 
-def _indexed(rows: Rows, node: Node) -> Place | None:
+def _indexed(rows: Rows, node: Node) -> RowPlace | None:
     """`x[i]` where `i` has rows and `x` has none, and nothing else is indexed."""
     indices = node.args[1]
     assert isinstance(indices, (list, tuple))
@@ -318,7 +318,7 @@ def _indexed(rows: Rows, node: Node) -> Place | None:
 def _batched(*names: str) -> Rule:
     """Ops over a batch: every operand that has rows has them in dimension 0."""
 
-    def rule(rows: Rows, node: Node) -> Place | None:
+    def rule(rows: Rows, node: Node) -> RowPlace | None:
         places = {place for leaf in node_leaves((node.args, node.kwargs)) if (place := rows.place_of(leaf)) is not None}
         if len(places) != 1 or any(place.dim for place in places):
             rows.refuse(node, "rows are not its batch dimension")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import REGENERATED, RETURNED
-from graphex.analysis.dependencies import WRITES, Program, Writes
+from graphex.analysis.dependencies import WRITES, TracedProgram, Writes
 from graphex.analysis.effects import region_of
 from graphex.analysis.graphs import ORIGINS
 from graphex.runtime.program import COUNTED
@@ -190,7 +190,7 @@ class Packer:
         if "custom" in found:
             found["custom"] = self._argument(found["custom"])
         if (writes := node.meta.get(WRITES)) is not None:
-            found[WRITES] = Writes(Program({}, {}), writes.times)
+            found[WRITES] = Writes(TracedProgram({}, {}), writes.times)
         others = [name for name in node.meta if name.startswith("graphex_") and name not in found]
         for name in others:
             if name not in _NOT_NEEDED and node.meta[name] is not None:

@@ -288,7 +288,7 @@ class Snapshots:
 
 
 @dataclass
-class Made:
+class CompiledGraphFacts:
     """How one graph was compiled.
 
     `options` are those that are not as by default, as text; `began` is a point in time, `seconds` are those of each
@@ -306,7 +306,7 @@ class GraphHistory:
 
     def __init__(self) -> None:
         self.graphs: dict[str, Snapshots] = {}
-        self.made: dict[str, Made] = {}
+        self.made: dict[str, CompiledGraphFacts] = {}
         self._input_names: dict[str, list[str]] = {}
 
     def name_inputs(self, compile_id: str, names: list[str]) -> None:
@@ -318,7 +318,7 @@ class GraphHistory:
             self._input_names[compile_id] = []
 
     def begin(self, graph_name: str, config: CompilerConfig) -> None:
-        self.made[graph_name] = Made(options_text(config), time.time())
+        self.made[graph_name] = CompiledGraphFacts(options_text(config), time.time())
 
     def spend(self, graph_name: str, stage: str, seconds: float) -> None:
         if made := self.made.get(graph_name):

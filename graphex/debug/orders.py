@@ -54,7 +54,7 @@ class Orders:
     differences: tuple[Difference, ...]
 
 
-class Step(NamedTuple):
+class StreamStep(NamedTuple):
     """One step of a stream: run a node, record or wait for an event, or free memory."""
 
     stream: Stream
@@ -74,7 +74,7 @@ def random_orders(gm: GraphModule, inputs: Sequence[Any], *, orders: int = 20, s
         raise InputError(f"random_orders takes a list of the graph's {taken} inputs, {got} given.")
     if not isinstance(orders, int) or orders < 1:
         raise InputError(f"orders must be a positive number, got {orders!r}.")
-    program = Program(gm)
+    program = StreamProgram(gm)
     wanted = program.run(inputs, lambda ready: min(ready, key=lambda step: program.position[step]))
     if wanted.error:
         raise InputError(f"the graph cannot be run as it is written: {wanted.error}.")
@@ -89,13 +89,13 @@ def random_orders(gm: GraphModule, inputs: Sequence[Any], *, orders: int = 20, s
 
 
 @dataclass(frozen=True)
-class Ran:
+class OrderRun:
     order: tuple[str, ...]
     results: list[Any]
     inputs: list[Any]
     error: str = ""
 
-    def difference(self, wanted: Ran) -> str:
+    def difference(self, wanted: OrderRun) -> str:
         if self.error:
             return self.error
         for kind, ours, theirs in (("output", self.results, wanted.results), ("input", self.inputs, wanted.inputs)):
@@ -105,7 +105,7 @@ class Ran:
         return ""
 
 
-class Program:
+class StreamProgram:
     """A graph as the steps of its streams."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -115,7 +115,7 @@ class Program:
         self.streams = list(dict.fromkeys(step.stream for step in self.steps))
         self._like: dict[Node, Any] = {}
 
-    def preference(self, number: int, chance: random.Random) -> Callable[[list[Step]], Step]:
+    def preference(self, number: int, chance: random.Random) -> Callable[[list[StreamStep]], StreamStep]:
         """How an order chooses among the steps that may run: each stream first once, last once, then at random."""
         streams = list(self.streams)
         chance.shuffle(streams)
@@ -127,7 +127,7 @@ class Program:
             return chance.choice
         return lambda ready: min(ready, key=lambda step: streams.index(step.stream))
 
-    def run(self, inputs: Sequence[Any], choose: Callable[[list[Step]], Step]) -> Ran:
+    def run(self, inputs: Sequence[Any], choose: Callable[[list[StreamStep]], StreamStep]) -> OrderRun:
         memory = _Memory(self.gm, inputs, self._like)
         order: list[str] = []
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -137,16 +137,16 @@ class Program:
                     order.append(f"{step.kind} {step.event or step.node.name}")
                     getattr(memory, step.kind)(step.node)
             except Exception as error:  # an op that is given garbage may do anything
-                return Ran(tuple(order), [], [], f"an op failed: {type(error).__name__}")
-        return Ran(tuple(order), *memory.left)
+                return OrderRun(tuple(order), [], [], f"an op failed: {type(error).__name__}")
+        return OrderRun(tuple(order), *memory.left)
 
-    def _in_some_order(self, choose: Callable[[list[Step]], Step]) -> Iterator[Step]:
+    def _in_some_order(self, choose: Callable[[list[StreamStep]], StreamStep]) -> Iterator[StreamStep]:
         queues = {stream: deque(step for step in self.steps if step.stream == stream) for stream in self.streams}
         recordable = {step.event for step in self.steps if step.kind == "record"}
         effects = deque(step for step in self.steps if step.in_order)
         recorded: set[object] = set()
 
-        def may_run(step: Step) -> bool:
+        def may_run(step: StreamStep) -> bool:
             if step.kind == "wait" and step.event in recordable and step.event not in recorded:
                 return False
             return not step.in_order or step is effects[0]
@@ -164,24 +164,24 @@ class Program:
             raise RuntimeError(f"the streams wait for each other at {', '.join(stuck)}")
 
 
-def _steps(gm: GraphModule) -> Iterator[Step]:
+def _steps(gm: GraphModule) -> Iterator[StreamStep]:
     free = frees(gm.graph)
     aliases = Aliases(gm.graph)
     names = Counter(storage for node in gm.graph.nodes for storage in aliases.storages(node))
     output = gm.graph.output_node()
-    yield Step(None, "begin", output)
+    yield StreamStep(None, "begin", output)
     for node in gm.graph.nodes:
         if (sync := synchronisation(node)) is not None:
-            yield Step(sync.stream, sync.kind, node, sync.what)
+            yield StreamStep(sync.stream, sync.kind, node, sync.what)
         elif is_work(node):
-            yield Step(placement(node), "run", node, in_order=has_hidden_effect(node))
+            yield StreamStep(placement(node), "run", node, in_order=has_hidden_effect(node))
         for value in free.get(node, ()):
             for storage in aliases.storages(value):
                 names[storage] -= 1
                 owner = storage[0]
                 if not names[storage] and not aliases.is_owned_elsewhere(owner) and not aliases.reaches_output(owner):
-                    yield Step(placement(owner), "free", owner)
-    yield Step(None, "end", output)
+                    yield StreamStep(placement(owner), "free", owner)
+    yield StreamStep(None, "end", output)
 
 
 class _Memory:

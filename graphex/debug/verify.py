@@ -138,7 +138,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     outputs: list[Any]
     inputs: list[Any]
     sharing: list[str]
@@ -271,7 +271,7 @@ class _Verification:
                 return found, place
         return final, len(segment)
 
-    def _run(self, run: Boxed) -> Outcome:
+    def _run(self, run: Boxed) -> RunOutcome:
         """Run on copies of the inputs, from the same random state each time."""
         inputs = clone_together(self.args)
         saved = [constant.clone() for constant in self.constants]
@@ -284,7 +284,7 @@ class _Verification:
                 for constant, value in zip(self.constants, saved, strict=True):
                     constant.copy_(value)
         seen = [None if place in self.made_again else value for place, value in enumerate(outputs)]
-        return Outcome(outputs, inputs + left, sharing(seen, inputs + self.constants))
+        return RunOutcome(outputs, inputs + left, sharing(seen, inputs + self.constants))
 
     def _without_the_culprit(self, found: Finding, use: Use) -> Program:
         """Leave out what is wrong until the rest is right; the program of the rest."""
@@ -409,7 +409,7 @@ def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
 
 
 def _compare(
-    found: Outcome, reference: Outcome, exact: list[Any] | None, exact_inputs: list[Any], said: str
+    found: RunOutcome, reference: RunOutcome, exact: list[Any] | None, exact_inputs: list[Any], said: str
 ) -> Verdict:
     if len(found.outputs) != len(reference.outputs):
         return Verdict(f"{len(found.outputs)} outputs instead of {len(reference.outputs)}", 0.0, said)

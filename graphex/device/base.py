@@ -100,7 +100,7 @@ class Replay(ABC):
         """Give the graph's memory back, and only then let go of what it reads. It may still be running."""
 
 
-class Done:
+class DoneEvent:
     """The event of a device that works while it is called: everything before it is done."""
 
     def record(self) -> None: ...
@@ -185,7 +185,7 @@ class Device:
 
     def event(self) -> Any:
         """Something to `record` on the current stream, and to `synchronize` with."""
-        return Done()
+        return DoneEvent()
 
     def host_buffer(self, like: Tensor) -> Tensor:
         """Memory of the host, of this shape and type, that the device writes to without a wait."""

@@ -357,7 +357,7 @@ Rows = Iterator[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A graph of a step, its optimizer, or the whole of it: bytes besides parameters, as the shapes predict them.
 
     `before` and `held` are there when it begins and ends, `most` at one time in it. `curve` are those after each of its
@@ -374,7 +374,7 @@ class Part:
     curve: tuple[int, ...] = ()
 
 
-def step_parts(journal: Journal) -> Iterator[Part]:
+def step_parts(journal: Journal) -> Iterator[StepPart]:
     """The parts of a step in the order they run. A forward holds what it saves until its backward has run."""
     peaks = {record.graph: record.peak_after for record in journal.memory}
     held = 0
@@ -387,15 +387,15 @@ def step_parts(journal: Journal) -> Iterator[Part]:
         compiled = [each for each in journal.regions if each.graph == graph.graph and each.status != "slower"]
         remark = f"{len(compiled)} regions" if compiled else ""
         curve = tuple(before + alive for alive in _curve(journal.history, graph.graph))
-        yield Part(graph.phase, graph.graph, graph.nodes, before, most, held, remark, curve)
+        yield StepPart(graph.phase, graph.graph, graph.nodes, before, most, held, remark, curve)
     for optimizer in journal.optimizers:
-        yield Part("optimizer", optimizer.optimizer, 0, held, 0, held, ", ".join(optimizer.changes))
+        yield StepPart("optimizer", optimizer.optimizer, 0, held, 0, held, ", ".join(optimizer.changes))
     graphs = {graph.graph for graph in journal.graphs}
     for capture in journal.captures:
         if capture.graph not in graphs and capture.graph not in journal.pieces:
             replays = journal.counter(capture.graph)["replays"]
             remark = f"{capture.status} as one device graph for {capture.key}, {replays} replays"
-            yield Part("whole step", capture.graph, 0, 0, capture.reserved_bytes, 0, remark)
+            yield StepPart("whole step", capture.graph, 0, 0, capture.reserved_bytes, 0, remark)
 
 
 def _curve(history: GraphHistory | None, graph: str) -> list[int]:

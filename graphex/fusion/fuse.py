@@ -46,7 +46,7 @@ Looks = dict[Node, tuple[object, Mismatch | None]]
 
 
 @dataclass
-class Outcome:
+class RuleOutcome:
     """The outcome of one rule: how often it applied, and how each try of the last sweep ended."""
 
     matches: int = 0
@@ -70,7 +70,7 @@ class Fusion:
     def __init__(self, work: Work, rules: Iterable[Rule]) -> None:
         self.work = work
         self.rules = sorted(rules, key=lambda rule: (rule.origin != "user", -rule.pattern.size))
-        self.outcomes = {rule: Outcome() for rule in self.rules}
+        self.outcomes = {rule: RuleOutcome() for rule in self.rules}
         self._mode = fake_mode_of(work.gm)
         self._made_by: dict[Node, Rule] = {}
         self._index: dict[Any, list[Node]] = {}
@@ -85,7 +85,7 @@ class Fusion:
         """Try every rule everywhere once; how often one applied."""
         return sum(self._try_everywhere(rule, self.outcomes[rule]) for rule in self.rules)
 
-    def _try_everywhere(self, rule: Rule, outcome: Outcome) -> int:
+    def _try_everywhere(self, rule: Rule, outcome: RuleOutcome) -> int:
         if self._mode is None or self._absent(rule):
             return 0
         outcome.ends.clear()

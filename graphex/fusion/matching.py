@@ -90,7 +90,7 @@ def try_rule(rule: Rule, anchor: Node, site: Site) -> FusionPlan | Mismatch | Re
 
 
 @dataclass
-class Found:
+class FoundMatch:
     """A match, the pattern that it is a match of, and what stands for the arguments of the rule."""
 
     pattern: Pattern
@@ -99,7 +99,7 @@ class Found:
     mode: FakeTensorMode
 
 
-def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Mismatch:
+def _matched(rule: Rule, anchor: Node, site: Site) -> FoundMatch | Mismatch:
     """Match loosely, to find the arguments, then exactly."""
     loose = rule.pattern.match(anchor, site.calls)
     if isinstance(loose, Mismatch):
@@ -111,7 +111,7 @@ def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Mismatch:
     if mode is None:
         return Mismatch(len(loose.nodes), anchor, "no tensor argument was found")
     if rule.given is not None:
-        return Found(rule.pattern, loose, bound, mode)
+        return FoundMatch(rule.pattern, loose, bound, mode)
     args = _arguments(rule, bound)
     exact = _exact(rule, args, anchor, site, mode)
     if isinstance(exact, Mismatch):
@@ -119,10 +119,10 @@ def _matched(rule: Rule, anchor: Node, site: Site) -> Found | Mismatch:
         return exact
     pattern, match = exact
     site.latest[rule] = pattern, mode, key_of(args)
-    return Found(pattern, match, bound, mode)
+    return FoundMatch(pattern, match, bound, mode)
 
 
-def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
+def _as_before(rule: Rule, anchor: Node, site: Site) -> FoundMatch | None:
     """The match of the exact pattern that matched last, if its arguments are of the same kind: layers are alike."""
     if rule not in site.latest:
         return None
@@ -133,7 +133,7 @@ def _as_before(rule: Rule, anchor: Node, site: Site) -> Found | None:
     bound = _bound(rule, match)
     if isinstance(bound, Mismatch) or _mode_of(bound) is not mode or key_of(_arguments(rule, bound)) != key:
         return None
-    return Found(pattern, match, bound, mode)
+    return FoundMatch(pattern, match, bound, mode)
 
 
 def _bound(rule: Rule, match: Match) -> dict[str, Any] | Mismatch:
@@ -266,7 +266,7 @@ def _checked(rule: Rule, match: Match) -> Refusal | None:
 
 
 def _planned(
-    rule: Rule, nodes: list[Node], outputs: list[Node | None], found: Found, site: Site
+    rule: Rule, nodes: list[Node], outputs: list[Node | None], found: FoundMatch, site: Site
 ) -> FusionPlan | Refusal:
     names = [*rule.parameters, *_tangents(found.bound)]
     inputs = [site.calls.source(found.bound.get(name)) for name in names]

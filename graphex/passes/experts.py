@@ -51,7 +51,7 @@ class LiftExperts(IdiomPass):
         found = [site for site in map(_site, list(work.graph.nodes)) if site and pays(work, "experts", site.end)]
         self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
-    def replace(self, work: Work, site: Site) -> None:
+    def replace(self, work: Work, site: ExpertsSite) -> None:
         nodes = [node for node in work.graph.nodes if node in site.inner]
         with work.graph.inserting_before(site.end):
             x, end = site.x.meta["val"], site.end.meta["val"]
@@ -78,7 +78,7 @@ def _viewed(node: Node, like: Any, nodes: list[Node]) -> Node:
 
 
 @dataclass
-class Site:
+class ExpertsSite:
     """A mixture of experts that ends with `end`. `inner` are all its nodes, which go with it."""
 
     end: Node
@@ -86,8 +86,8 @@ class Site:
     x: Node
     experts: Node
     weights: Node
-    up: Linear
-    down: Linear
+    up: ExpertLinear
+    down: ExpertLinear
     activation: str
     alpha: float = 1.702
     limit: float = 7.0
@@ -133,7 +133,7 @@ def why_not_alone(inner: set[Node], *ends: Node) -> Refusal | None:
 
 
 @dataclass
-class Linear:
+class ExpertLinear:
     """`x` times the weights of the experts that were chosen for each row."""
 
     x: Node
@@ -144,7 +144,7 @@ class Linear:
     inner: set[Node] = field(default_factory=set)
 
 
-def _site(node: Any) -> Site | None:
+def _site(node: Any) -> ExpertsSite | None:
     """A mixture of experts whose sum is `node`."""
     if node.target is not aten.sum.dim_IntList or list(node.args[1]) != [1] or len(node.args) > 2 or node.kwargs:
         return None
@@ -178,7 +178,7 @@ def _site(node: Any) -> Site | None:
     if cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) == {"dtype"}:
         end = cast
         inner.add(cast)
-    return Site(end, inner | up.inner, x, down.experts, weights, up, down, activation, *numbers)
+    return ExpertsSite(end, inner | up.inner, x, down.experts, weights, up, down, activation, *numbers)
 
 
 def _only_user(node: Node) -> Node | None:
@@ -278,7 +278,7 @@ def _gathered(node: Any, order: Order, inner: set[Node], times: Any) -> Node | N
     return found
 
 
-def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]) -> Linear | None:
+def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]) -> ExpertLinear | None:
     """`_grouped_mm(x, weight, ends)` of sorted rows, where `ends` count the pairs of each expert."""
     product = called(node, aten._grouped_mm.default)
     ends = None if product is None or len(product.args) != 3 else called(product.args[2], aten.cumsum.default)
@@ -293,12 +293,12 @@ def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]
         return None
     if transposed is not None and {each % 3 for each in transposed.args[1:]} != {1, 2}:
         return None
-    found = Linear(product.args[0], weight, bias, order.experts, transposed is None)
+    found = ExpertLinear(product.args[0], weight, bias, order.experts, transposed is None)
     found.inner = inner | {product, ends, counts, cast} | (set() if transposed is None else {transposed})
     return found
 
 
-def _linear(node: Any, order: Order | None) -> Linear | None:
+def _linear(node: Any, order: Order | None) -> ExpertLinear | None:
     """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias; or of sorted rows."""
     inner: set[Node] = set()
     node = _through(node if order is None else order.unmasked(node, inner), inner)
@@ -326,7 +326,7 @@ def _linear(node: Any, order: Order | None) -> Linear | None:
     if experts is None or (bias is not None and _only_index(bias) is not experts):
         return None
     stacked = None if bias is None else bias.args[0]
-    found = Linear(row.args[0], chosen.args[0], stacked, experts, transposed)
+    found = ExpertLinear(row.args[0], chosen.args[0], stacked, experts, transposed)
     found.inner = inner | {squeezed, product, chosen, row}
     return found
 

@@ -33,9 +33,9 @@ from graphex.passes import reinplace
 from graphex.passes.updates import (
     WINDOWS,
     Chain,
-    Place,
     Update,
     View,
+    WindowPlace,
     find_chain,
     move_copies_up,
     updated,
@@ -289,7 +289,7 @@ class _Proof:
         chain, aliases = self.chain, self.aliases
         if len(aliases.writes(chain.target)) != 1:
             return Refusal(f"'{chain.target.name}' is written to more than once", chain.epilogue), None
-        before: tuple[Place, ...] = (Place(chain.target),)
+        before: tuple[WindowPlace, ...] = (WindowPlace(chain.target),)
         for update in chain.updates:
             refusal = self._why_not_update(update)
             if refusal is None:
@@ -341,7 +341,7 @@ class _Proof:
             return Refusal("the update reads the memory it would write", step)
         return None
 
-    def _why_not_there(self, place: Place) -> Refusal | None:
+    def _why_not_there(self, place: WindowPlace) -> Refusal | None:
         """Why the window of the input cannot stand for the value of a node; None if it can."""
         found, window = place.node.meta.get("val"), self.chain.target.meta.get("val")
         if not isinstance(found, torch.Tensor) or not isinstance(window, torch.Tensor):
@@ -378,7 +378,7 @@ class _Proof:
         operands = [value for value in writer.all_input_nodes if value is not old]
         return any(not self.aliases.storages(value).isdisjoint(self.memory) for value in operands)
 
-    def _why_not_overwritten(self, before: tuple[Place, ...], update: Update) -> Refusal | None:
+    def _why_not_overwritten(self, before: tuple[WindowPlace, ...], update: Update) -> Refusal | None:
         """Whether the version before an update is read after it; putting a window back reads nothing."""
         step = update.made.node
         end = self.aliases.position(self.chain.epilogue)
@@ -411,7 +411,7 @@ def _write_in_place(work: Work, chain: Chain, layouts: Layouts) -> None:
             _let_stand(work, chain.target, place)
 
 
-def _write(work: Work, target: Node, made: Place) -> None:
+def _write(work: Work, target: Node, made: WindowPlace) -> None:
     step = made.node
     variant = inplace_variant(step.target)
     if reinplace.updated_argument(step) is not None:
@@ -426,7 +426,7 @@ def _write(work: Work, target: Node, made: Place) -> None:
         step.meta["val"] = window.meta["val"]
     else:
         view = View(WINDOWS[step.target], tuple(step.args[2:]), dict(step.kwargs))
-        window = _window(work, target, Place(step, (*made.path, view)))
+        window = _window(work, target, WindowPlace(step, (*made.path, view)))
         with work.graph.inserting_before(step):
             write = work.graph.call_function(aten.copy_.default, (window, step.args[1]))
         write.meta["val"] = window.meta["val"]
@@ -434,14 +434,14 @@ def _write(work: Work, target: Node, made: Place) -> None:
         _let_stand(work, target, made)
 
 
-def _let_stand(work: Work, target: Node, place: Place) -> None:
+def _let_stand(work: Work, target: Node, place: WindowPlace) -> None:
     """Let the window of the input stand for a node that only named its content."""
     if place.node.users:
         place.node.replace_all_uses_with(_window(work, target, place))
     work.graph.erase_node(place.node)
 
 
-def _window(work: Work, target: Node, place: Place) -> Node:
+def _window(work: Work, target: Node, place: WindowPlace) -> Node:
     """The window of the input, made where the node of the place stands."""
     window = target
     with work.graph.inserting_before(place.node):

@@ -360,7 +360,7 @@ EXACT = frozenset(
 
 
 @dataclass(frozen=True)
-class Part:
+class CatPart:
     """One operand: the node, where it begins and ends, and the op that can write it there (None: it is copied)."""
 
     node: Node
@@ -374,7 +374,7 @@ class CatPlan:
     """The sizes of the result, as numbers and nodes, and its parts."""
 
     shape: list[Value | None]
-    parts: list[Part]
+    parts: list[CatPart]
 
 
 class WritePartsOfCat(GraphPass):
@@ -447,9 +447,9 @@ def _plan(node: Node, sizes: Sizes) -> CatPlan | Refusal:
     return CatPlan(shape, parts)
 
 
-def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[Part] | None:
+def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[CatPart] | None:
     """The operands one after the other along the dimension; None if it is not known where one ends."""
-    parts: list[Part] = []
+    parts: list[CatPart] = []
     start: Value = 0
     length: int | torch.SymInt = 0
     for operand, out in outs:
@@ -457,12 +457,12 @@ def _placed(outs: list[tuple[Node, Any]], dim: int, sizes: Sizes) -> list[Part] 
         end = sizes.node(length)
         if end is None:
             return None
-        parts.append(Part(operand, start, end, out))
+        parts.append(CatPart(operand, start, end, out))
         start = end
     return parts
 
 
-def _piece(value: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
+def _piece(value: torch.Tensor, part: CatPart, dim: int) -> torch.Tensor:
     """The (fake) tensor that is the window for a part; its sizes are those of the part, and nothing is guarded."""
     start = part.start.meta["val"] if isinstance(part.start, Node) else part.start
     offset = value.storage_offset() + start * value.stride(dim)

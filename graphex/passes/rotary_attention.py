@@ -84,7 +84,7 @@ class JoinRotaryAndAttention(GraphPass):
         because = "query and key are normalised where they are rotated"
         work.fused(names, [joined], rule=self.rule_names[1], because=because, line=line)
 
-    def _join(self, work: Work, site: Site, place: Node) -> Node:
+    def _join(self, work: Work, site: AttentionSite, place: Node) -> Node:
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
         given = (*_arguments(write), site.mask, *site.numbers)
@@ -113,7 +113,7 @@ class HeadNorm:
     numbers: tuple[float, float, bool]
 
 
-def _norms(site: Site) -> tuple[HeadNorm, ...]:
+def _norms(site: AttentionSite) -> tuple[HeadNorm, ...]:
     """The norms of query and key, if both have one of a kind that nothing else reads; none otherwise."""
     query, key = (_head_norm(row, site.write) for row in site.rows[:2])
     if query is None or key is None or query.numbers != key.numbers or query.norm is key.norm:
@@ -147,7 +147,7 @@ def _transposed(x: Node, like: Node, before: Node) -> Node:
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """`attention` takes the query that `write` returns."""
 
     write: Node
@@ -185,12 +185,12 @@ class Site:
         return found
 
 
-def _site(node: Node) -> Site | None:
+def _site(node: Node) -> AttentionSite | None:
     if node.target is not ops.attention.default:
         return None
     query = _arguments(node)[0]
     is_rotated = isinstance(query, Node) and query.target is ops.rotary_qkv_write_.default
-    return Site(query, node) if is_rotated else None
+    return AttentionSite(query, node) if is_rotated else None
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
@@ -198,7 +198,7 @@ def _arguments(node: Node) -> tuple[Any, ...]:
 
 
 class _Proof:
-    def __init__(self, motion: Motion, site: Site) -> None:
+    def __init__(self, motion: Motion, site: AttentionSite) -> None:
         self.motion, self.aliases, self.site = motion, motion.aliases, site
 
     def place(self) -> Node | Refusal:

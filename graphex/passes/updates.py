@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.dependencies import NEVER, NO_WRITES, WRITES, Program, Writes, can_raise, writes_to
+from graphex.analysis.dependencies import NEVER, NO_WRITES, WRITES, TracedProgram, Writes, can_raise, writes_to
 from graphex.analysis.inplace_variants import declared_variant, inplace_variant
 from graphex.passes import reinplace
 from graphex.rewrite.base import Refusal, Work
@@ -82,28 +82,28 @@ Path = tuple[View, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class WindowPlace:
     """A node, and the window of the input that holds its value at that time."""
 
     node: Node
     path: Path = ()
 
-    def within(self, view: View) -> Place:
-        return Place(self.node, (view, *self.path))
+    def within(self, view: View) -> WindowPlace:
+        return WindowPlace(self.node, (view, *self.path))
 
 
 @dataclass(frozen=True)
 class Update:
     """One write: an op with an in-place variant, or a scatter. `put_back` are the nodes that only carry it outwards."""
 
-    made: Place
-    put_back: tuple[Place, ...] = ()
+    made: WindowPlace
+    put_back: tuple[WindowPlace, ...] = ()
 
     def within(self, view: View) -> Update:
         return Update(self.made.within(view), tuple(place.within(view) for place in self.put_back))
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[WindowPlace, ...]:
         return (self.made, *self.put_back)
 
 
@@ -120,8 +120,8 @@ class Chain:
         return [update.made.node for update in self.updates]
 
     @property
-    def places(self) -> list[Place]:
-        return [Place(self.target), *(place for update in self.updates for place in update.places)]
+    def places(self) -> list[WindowPlace]:
+        return [WindowPlace(self.target), *(place for update in self.updates for place in update.places)]
 
 
 def find_chain(node: Node, whole: Collection[Node], *, declared: bool) -> Chain | None:
@@ -158,21 +158,21 @@ def _trace(
 ) -> tuple[list[Update], Node] | None:
     """The updates between a root and `value`, in order, and the root."""
     found: list[Update] = []  # the last one first
-    put_back: list[Place] = []  # what puts back the update that is found next
+    put_back: list[WindowPlace] = []  # what puts back the update that is found next
     while not is_root(value):
         if not isinstance(value, Node):
             return None
         old = _updated_by_variant(value) if inside else updated(value, declared=declared)
         if old is not None:
-            updates, value = [Update(Place(value))], old
+            updates, value = [Update(WindowPlace(value))], old
         elif value.target in WINDOWS:
             inner = _inside_window(value, whole)
-            updates = _carried_by(value, *inner) if inner is not None else [Update(Place(value))]
-            put_back += [] if updates else [Place(value)]
+            updates = _carried_by(value, *inner) if inner is not None else [Update(WindowPlace(value))]
+            put_back += [] if updates else [WindowPlace(value)]
             value = value.args[0]
         elif value.target in ARRANGEMENTS and (inner := _inside_arrangement(value, whole)) is not None:
             updates = _carried_by(value, *inner)
-            put_back += [] if updates else [Place(value)]
+            put_back += [] if updates else [WindowPlace(value)]
             value = inner[1].args[0]
         else:
             return None
@@ -188,7 +188,7 @@ def _carried_by(outer: Node, updates: list[Update], root: Node) -> list[Update]:
     if not updates:
         return []  # the window is put back as it was
     *first, last = (update.within(View.by(root)) for update in updates)
-    return [*first, replace(last, put_back=(*last.put_back, Place(outer)))]
+    return [*first, replace(last, put_back=(*last.put_back, WindowPlace(outer)))]
 
 
 def _inside_window(scatter: Node, whole: Collection[Node]) -> tuple[list[Update], Node] | None:
@@ -251,7 +251,7 @@ def note_program_writes(
     input from those by functionalisation.
     """
     nodes = list(graph.nodes)
-    program = Program(
+    program = TracedProgram(
         {node.name: time for time, node in enumerate(nodes)},
         {node.name: node.target for node in nodes if can_raise(node)},
     )
@@ -274,7 +274,7 @@ def is_copy_over_input(node: Node) -> bool:
     return is_input and isinstance(value, Node)
 
 
-def _writes(epilogue: Node, program: Program, *, only_last: bool, exact: bool) -> Writes:
+def _writes(epilogue: Node, program: TracedProgram, *, only_last: bool, exact: bool) -> Writes:
     chain, value = find_chain(epilogue, (), declared=False), epilogue.args[1]
     assert isinstance(value, Node)
     if chain is None:

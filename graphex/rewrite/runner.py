@@ -140,7 +140,7 @@ log = logging.getLogger("graphex")
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """A pass that changed the graph, and the graph before it, which verification can go back to."""
 
     graph_pass: GraphPass
@@ -156,7 +156,7 @@ class Runner:
     gm: GraphModule
     example_inputs: Sequence[Any]
     phase: str
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PassStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._snapshot: Graph | None = None
@@ -184,7 +184,7 @@ class Runner:
         after = _targets(self.gm.graph)
         if changed:
             if self.compilation.config.verify:
-                self.steps.append(Step(graph_pass, graph_module(module_before, snapshot)))
+                self.steps.append(PassStep(graph_pass, graph_module(module_before, snapshot)))
             self._snapshot = None
         self.compilation.journal.add(
             PassRan(

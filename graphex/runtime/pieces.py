@@ -399,7 +399,7 @@ TIMED_CALL = 3  # the first warms up, the second captures
 
 
 @dataclass(frozen=True)
-class Step:
+class PieceCall:
     """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards."""
 
     run: Boxed
@@ -443,7 +443,7 @@ class Piecewise(GraphProgram):
         last = {slots[node]: place for place, piece in enumerate(pieces) for node in (*piece.inputs, *piece.holds)}
         kept = {slots[leaf] for leaf in output_leaves(gm) if isinstance(leaf, Node) and leaf in slots}
         self._steps = [
-            Step(
+            PieceCall(
                 run,
                 piece.captured,
                 [slots[node] for node in piece.inputs],

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from graphex.debug.history import GraphHistory, Made, NodeFacts, Snapshots
+from graphex.debug.history import CompiledGraphFacts, GraphHistory, NodeFacts, Snapshots
 from graphex.evidence.report.page import FORMAT
 from graphex.evidence.report.summary import rule_counts, summarise, title_of
 from graphex.evidence.tables import has_training, step_parts
@@ -456,7 +456,7 @@ class CompileTime:
     ours: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     frames: dict[FrameTimes, None] = field(default_factory=dict)
 
-    def add(self, graph: GraphCompiled, made: Made | None, journal: Journal) -> None:
+    def add(self, graph: GraphCompiled, made: CompiledGraphFacts | None, journal: Journal) -> None:
         self.ours["capture"] += sum(each.seconds for each in journal.captures if _is_of(each.graph, graph, journal))
         if graph.graph in journal.versions:
             self.ours[VERSIONS] += sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph)
