@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import graphex
-from tests.models.opinfo import OPS, UNDEFINED_VALUES, Call, Sample, calling, complaint, samples
+from tests.harness.opinfo import OPS, UNDEFINED_VALUES, Call, Sample, calling, complaint, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecated operators and odd sizes say so
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import graphex
-from tests.models.opinfo import OPS, UNDEFINED_VALUES, Call, Sample, compiled_outcome, difference, outcome_of, samples
+from tests.harness.opinfo import OPS, UNDEFINED_VALUES, Call, Sample, compiled_outcome, difference, outcome_of, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EVERY = 80
