@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         turns=options.turns,
         timing=1.0 * options.turns,
         patience=options.patience,
+        room=_room(device),
     )
     for job in measure([Job(setting, variant) for setting in settings for variant in chosen], rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
@@ -202,6 +203,10 @@ def missed(rows: Rows) -> list[str]:
                 where = f"{row.setting.model} {row.setting.batch}, {row.variant}"
                 found.append(f"missed: {where}: {what} {ratio:.3f} of reduce-overhead's, at most {limit:.2f}")
     return found
+
+
+def _room(device: str) -> int:
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
 
 
 def _is_there(package: str) -> bool:

@@ -49,7 +49,7 @@ class Case:
     packages: tuple[str, ...] = ()
     batches: tuple[int, int, int] = (1, 8, 32)
     gib: float = 12.0
-    less: float = 4.0
+    less: float = 3.5
 
 
 def _labelled(model: nn.Module, setting: Setting, vocabulary: int, most: int) -> Batch:
@@ -117,12 +117,12 @@ def _unet(setting: Setting) -> Batch:
 
 
 MODELS = {
-    "gpt2": Case(_gpt2, HF),
+    "gpt2": Case(_gpt2, HF, less=4.0),
     "bert": Case(_bert, HF),
-    "vit": Case(_vit, HF, (1, 8, 64), less=3.5),
-    "resnet50": Case(_resnet50, batches=(1, 8, 128), less=2.5),
-    "unet": Case(_unet, batches=(1, 8, 64), less=2.0),
-    "llama": Case(_llama, HF, (1, 2, 16), gib=30.0, less=9.0),
+    "vit": Case(_vit, HF, (1, 8, 64), less=3.0),
+    "resnet50": Case(_resnet50, batches=(1, 8, 128), less=2.0),
+    "unet": Case(_unet, batches=(1, 8, 64), less=1.5),
+    "llama": Case(_llama, HF, (1, 2, 16), gib=30.0, less=8.0),
 }
 
 
