@@ -12,13 +12,13 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, is_random, placement
 from graphex.analysis.dependencies import can_raise, what_raises
@@ -33,7 +33,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.ops.definition import SPECS
+from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
 
@@ -526,15 +526,31 @@ def inlined_ops(graph: Graph) -> dict[torch._ops.OpOverload, Callable[..., Any]]
         split; silu_mul; masked_fill     one kernel that Inductor writes; two with graphex's for silu_mul
         mm; silu_mul; mm                 a call: there is nothing to join
 
-    Calls of one op in a region are treated alike, as most of them ask for.
+    Calls of one op in a region are treated alike, as most of them ask for; those that have a formula of their own for
+    what they are given are treated each for itself.
     """
     calls: dict[torch._ops.OpOverload, list[bool]] = defaultdict(list)
+    formulas: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
     for node in graph.nodes:
         op = operator_of(node)
         spec = None if op is None else SPECS.get(op._schema.name)
-        if op is not None and spec is not None and spec.inlines:
+        if op is None or spec is None:
+            continue
+        if spec.inlines is True:
             calls[op].append(any(map(is_generated, _joined_with(node))))
-    return {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
+        elif spec.inlines and spec.formula(*map_arg(node.args, _value), **map_arg(node.kwargs, _value)):
+            formulas[op] = partial(_by_formula, spec)
+    joined = {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
+    return joined | formulas
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _by_formula(spec: OpSpec, *args: Any, **kwargs: Any) -> Any:
+    formula = spec.formula(*args, **kwargs)
+    return NotImplemented if formula is None else formula(*args, **kwargs)
 
 
 def _readers(node: Node) -> Iterator[Node]:

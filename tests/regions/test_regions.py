@@ -737,6 +737,27 @@ def test_norms_and_rotary_embeddings_are_inlined_as_their_formulas():
     assert set(region.inlined) == {"graphex.add_rms_norm.default", "graphex.rotary.default"}
 
 
+@pytest.mark.parametrize(("tokens", "inlined"), [(66, ("graphex.experts.default",)), (6, ())])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_of_many_tokens_are_inlined_as_grouped_products(tokens, inlined, transposed):
+    count, times, hidden, inner = 4, 2, 16, 24
+    sides = [(2 * inner, hidden), (hidden, inner)]
+    up, down = (torch.randn(count, *(side[::-1] if transposed else side)).bfloat16() / 4 for side in sides)
+    biases = [torch.randn(count, side[0]).bfloat16() for side in sides]
+
+    def program(x, experts, weights, residual):
+        stacked = (up, biases[0], down, biases[1], transposed)
+        return torch.ops.graphex.experts(x * 2, experts, weights, *stacked, residual=residual).tanh() + 1, chain(x)
+
+    experts = torch.rand(tokens, count).topk(times).indices.flatten() - (torch.arange(tokens * times) % 3 == 0) * count
+    x, residual = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens, hidden).bfloat16()
+    args = x, experts, torch.rand(tokens * times).bfloat16(), residual
+    run = compiled(program)
+    found, expected = run(*args)[0].float(), program(*args)[0].float()
+    assert (found - expected).norm() < 1e-2 * expected.norm()  # they round in other places
+    assert [record.inlined for record in regions(run)] == [inlined]
+
+
 def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("no room for another kernel")
