@@ -322,6 +322,54 @@ def test_a_region_reads_by_indices_and_raises_what_eager_raises():
     assert not graphex.journal(run).fallbacks
 
 
+@pytest.mark.parametrize("place", [(0, 1), (1, 0)])
+def test_a_region_looks_at_the_part_of_the_indices_that_it_reads_by(place):
+    def first_column(x, i):
+        return torch.sin(x)[i.t()[0]] * 2, torch.cos(x)[:, i[None].expand(2, 3, 3)[1, :, 0]] + 1
+
+    run, x, i = compiled(first_column), torch.randn(5, 4), torch.zeros(3, 3, dtype=torch.int64)
+    close(run(x, i), first_column(x, i))
+    i[place] = 9
+    (reason, found), (expected, wanted) = outcome(run, x, i), outcome(first_column, x, i)
+    assert reason == expected
+    close(found, wanted)
+    assert (len(regions(run)), borders(run)) == (1, set())
+
+
+def test_what_may_raise_stays_before_a_write_that_follows_it(uncompiled):
+    def counted(x, i, state):
+        state.add_(1)
+        h = torch.sin(x)[i] * 2
+        state.mul_(3)
+        return torch.cos(h)[:, i] + 1
+
+    run, x = compiled(counted), torch.randn(4, 4)
+    for index in (1, 7, 1):
+        mine, theirs = torch.ones(2), torch.ones(2)
+        (reason, found), (expected, wanted) = (
+            outcome(fn, x, torch.tensor([index]), state) for fn, state in ((run, mine), (counted, theirs))
+        )
+        assert (reason, mine.tolist()) == (expected, theirs.tolist())
+        close(found, wanted)
+    assert len(regions(run)) > 0
+    assert not graphex.journal(run).fallbacks
+
+
+def test_what_reads_a_buffer_before_it_is_written_stays_there(uncompiled):
+    def moved(x, buffer):
+        h = torch.sin(buffer) * 2
+        buffer.add_(torch.cos(x) + 1)
+        return (h + buffer).exp() * 2
+
+    run, x = compiled(moved), torch.randn(4, 4)
+    mine, theirs = torch.ones(4, 4), torch.ones(4, 4)
+    for _ in range(2):
+        close(run(x, mine), moved(x, theirs))
+        close(mine, theirs)
+    assert len(regions(run)) > 0
+    assert not graphex.journal(run).fallbacks
+
+
 @pytest.mark.parametrize(
     ("make", "is_inside"),
     [
