@@ -382,7 +382,10 @@ def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> s
     if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
         return ""
     takes = op in _TAKE_NUMBERS_ON[kind]
-    if any(_is_rounded_first(each, dtype, takes=takes, kind=kind) for each in node.all_input_nodes):
+    first = node.args[0] if kind == "cpu" else None  # eager takes the second as it is, and rounds the first
+    if any(
+        _is_rounded_first(each, dtype, takes=takes and each is not first, kind=kind) for each in node.all_input_nodes
+    ):
         return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
     is_known = takes or op in _ROUND_NUMBERS_ON[kind]
@@ -397,7 +400,7 @@ def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str)
     On a GPU, sums and products with what is rounded to bfloat16 differ by rounding, and are let pass.
     """
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype.itemsize <= 2:
+    if not isinstance(value, Tensor) or value.dtype.itemsize == 1 or value.dtype in _WIDENED:
         return False
     if kind == "cpu":
         return bool(value.dim()) or not takes
@@ -408,9 +411,10 @@ def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str)
 def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
     """The type of 16 bits that numbers take beside these tensors; None if it is a wider one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    deciding = [value.dtype for value in tensors if value.dim()] or [value.dtype for value in tensors]
-    dtype = reduce(torch.promote_types, deciding) if deciding else None
-    return dtype if dtype in _WIDENED else None
+    found = reduce(torch.promote_types, (value.dtype for value in tensors if value.dim()), torch.bool)
+    if not found.is_floating_point and not found.is_complex:  # then those without dimensions decide too
+        found = reduce(torch.promote_types, (value.dtype for value in tensors if not value.dim()), found)
+    return found if found in _WIDENED else None
 
 
 def rounds_numbers(op: torch._ops.OpOverload, values: Iterable[object]) -> bool:

@@ -658,6 +658,21 @@ def test_results_that_are_equal_do_not_share_memory():
     close(right, torch.sin(x) + 1)
 
 
+def test_a_result_that_inductor_takes_for_an_input_is_a_copy():
+    def unchanged(x):
+        return torch.zeros_like(x) + x, x.t() * torch.ones_like(x).t(), x / 1.0, torch.sin(x) + 1
+
+    run, x = compiled(unchanged), torch.randn(4, 8)
+    for _ in range(3):
+        found = run(x)
+        for mine, theirs in zip(found, unchanged(x), strict=True):
+            assert mine.stride() == theirs.stride()
+            close(mine, theirs)
+        assert len({value.untyped_storage().data_ptr() for value in (x, *found)}) == 5
+    assert [region.status for region in regions(run)] == ["compiled"]
+    assert not graphex.journal(run).fallbacks
+
+
 def test_several_threads():
     def fn(x):
         return chain(x) * 3
@@ -1005,6 +1020,21 @@ def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
     assert {record.reason: record.count for record in graphex.journal(run).region_borders}[reason] == 5
     assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
     assert regions(run)
+
+
+def test_tensors_without_dimensions_are_rounded_as_by_eager():
+    def program(half, brain, one, count, short):
+        first = one / half, one * half, half / one, half * one, torch.atan2(one, half)
+        return first, count ** half[0], count * half[1], short == brain, short * brain, torch.where(short > brain, 1, 0)
+
+    half = torch.tensor([2.5, 1e-3, 7.0, -1.0, 100.0] * 8, dtype=torch.float16)
+    short = torch.tensor([256, 257, 300, 7, -513] * 8, dtype=torch.int16)
+    brain = torch.tensor([256.0, 256.0, 1.0, 7.0, -512.0] * 8, dtype=torch.bfloat16)
+    given = half, brain, torch.tensor(1e5), torch.tensor([-(2**31), 3, 70_000, 0, 2049] * 8), short
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
 
 
 def test_mixed_types_are_eagers():
