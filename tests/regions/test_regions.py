@@ -275,6 +275,17 @@ def test_the_score_of_flexible_attention_is_a_part_of_a_regions_key(uncompiled, 
     assert found[0] == found[1] < found[2]
 
 
+def test_code_behind_flexible_attention_is_compiled_with_it_on_a_cpu():
+    def scaled(x):
+        h = flex_attention(torch.tanh(x), x, x * 2, score_mod=lambda score, batch, head, i, j: score - (i - j).abs())
+        return (h * 2).cos() + 1
+
+    run, x = compiled(scaled), torch.randn(1, 2, 64, 16)
+    close(run(x), scaled(x))
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_a_score_that_reads_by_an_index_stays_outside_on_a_cpu(uncompiled):
     def biased(x, table):
         return attended(x, lambda score, batch, head, i, j: score + table[j])
