@@ -79,7 +79,7 @@ Prepared = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Columns of a weight and elements along them that a program has at a time, and of what."""
+    """The columns of a weight, and the elements along them, that a program has at a time; `of` says for what."""
 
     of: str  # "pair", "sum", "expert"
     columns: int

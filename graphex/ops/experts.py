@@ -1,6 +1,6 @@
 """Mixtures of experts: experts are chosen for each token, it goes through these, and their results are added.
 
-`graphex::experts` and `graphex::route` do all of it, or choose. torch_npu's ops say who goes where, and the way back:
+`graphex::experts` and `graphex::route` do all of it, or choose. torch_npu's ops sort rows by their expert, and back:
 
     y, expert, row = npu_moe_gating_top_k_softmax(logits, k=2)          k experts for each token
     x2, place, by  = npu_moe_init_routing(x, row, expert, tokens)       tokens in the order of their experts

@@ -70,7 +70,7 @@ LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second produc
 
 @dataclass(frozen=True)
 class RegionCode:
-    """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
+    """Inductor's code for a region: a function that takes a list and empties it, its source, and the time it took.
 
     `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
     kernels for each product and convolution, and keep the fastest. `inlined` are fused ops that it was given the

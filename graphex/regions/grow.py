@@ -103,7 +103,7 @@ class Growth:
 
 
 class _Members:
-    """What a partition may hold, as `Partitioner` asks for it; keeps the reasons of the others."""
+    """Answers `Partitioner` which nodes a partition may hold; keeps the reasons against the others."""
 
     def __init__(self, device: torch.device, kept: frozenset[str], tail: frozenset[Node]) -> None:
         self._device, self._kept, self._tail = device, kept, tail
@@ -365,7 +365,7 @@ class Across(NamedTuple):
 
 
 def _across(nodes: list[Node]) -> list[Across]:
-    """What is across each place."""
+    """The values across each place."""
     position = {node: place for place, node in enumerate(nodes)}
     reads, parted = _reads(nodes), _read_by_the_same_kernel(nodes)
     memory = [_memory_of(node, position) for node in nodes]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, is_random, placement
-from graphex.analysis.dependencies import can_raise, what_raises
+from graphex.analysis.dependencies import can_raise, cause_of_raising
 from graphex.analysis.effects import (
     UNINITIALISED,
     bodies_of,
@@ -175,7 +175,7 @@ def _why_not_pure(node: Node) -> str:
         return "it has an effect besides its value"
     if not can_raise(node) or lookups_of(node) is not None:
         return ""
-    return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+    return f"{cause_of_raising(node)} has to raise eager's error at once; compiled code may raise another one, or later"
 
 
 View = tuple[torch._ops.OpOverload, tuple[Any, ...]]
@@ -218,7 +218,7 @@ def lookups_of(node: Node) -> list[Lookup] | None:
 
 
 def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
-    """What has to be looked at for indices in a range: nothing, if they are in it by how they are made."""
+    """The lookups that check indices against a range; none if they are in it by how they are made."""
     if index.meta["val"].dtype not in (torch.int32, torch.int64):
         return None
     views: list[View] = []
@@ -234,7 +234,7 @@ def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
 
 
 def _view_of(node: Node) -> tuple[Node, View] | None:
-    """What a view looks at, and the view; None for all else."""
+    """The value that a view looks at, and the view; None for other nodes."""
     op = operator_of(node)
     if op in _SAME_ELEMENTS or op in _PARTS:
         value, *others = node.args
@@ -283,7 +283,7 @@ def _why_not_here(node: Node, device: torch.device) -> str:
 
 
 def _read_of(node: Node) -> Any:
-    """What is read of a node's result."""
+    """The parts of a node's result that are read."""
     value = node.meta.get("val")
     if not isinstance(value, (list, tuple)) or any(user.target is not operator.getitem for user in node.users):
         return value
@@ -567,7 +567,7 @@ def _by_formula(spec: OpSpec, *args: Any, **kwargs: Any) -> Any:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads the node's results, views left out."""
+    """The nodes that read the node's results, views left out."""
     pending = list(node.users)
     while pending:
         user = pending.pop()
@@ -578,7 +578,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _joined_with(node: Node) -> Iterator[Node]:
-    """What reads the node's results, and what makes values for it alone, views left out."""
+    """The nodes that read the node's results, and those that make values for it alone, views left out."""
     yield from _readers(node)
     pending = [value for value in node.all_input_nodes if len(value.users) == 1]
     while pending:
