@@ -2,11 +2,16 @@
 
     PYTHONPATH=. python benchmarks/warm_start.py [--model decode-8] [--row "graphex load"] [--rounds 3] [--limit 100]
 
-A round has two parts. First the cold processes of all models run beside each other, in empty cache folders: graphex,
-graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They hold each other up, alike; their
-seconds are no cold start's alone. Then the warm ones run one by one: `graphex load` calls what was saved, the others
-find the caches of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end. With
-a limit, the cold processes of a round have COLD_SHARE of it; what has not ended by then is killed, and said.
+A round has two parts. First the cold processes of all models run beside each other, as many as fit into the GPU, in
+empty cache folders: graphex, graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They
+hold each other up, alike; their seconds are no cold start's alone. Then the warm ones are measured one by one: those of
+a model make it side by side, and wait for their turn. `graphex load` calls what was saved, the others find the caches
+of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end. With a limit, the
+cold processes of a round have what is left of it by the warm ones; what has not ended by then is killed, and said.
+`--lock FILE` is held while warm processes are measured.
+
+Another line of a row of torch.compile with graphex says what the cache gave and what was compiled: passes by the
+journal, kernels by the files that are new in the caches of Triton and Inductor.
 
     imports     torch, torch._dynamo and graphex's backend, or `from graphex import load`, in a process of their own
     Dynamo      tracing the user's code and making guards
@@ -27,6 +32,7 @@ no backend can be faster than. A row is measured for every model, or, as "decode
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import statistics
 import subprocess
@@ -35,9 +41,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +78,19 @@ WARM = {
     "bare Dynamo": ("eager", "dynamo", {}),
 }
 SAVED = ("save", "graphex load")  # not for training
-ROWS_OF_FILES = (*COLD, *WARM)
 NEEDED = {"graphex load": "save", "graphex warm": "graphex cold", "inductor warm": "inductor cold"}
 TARGETS = (
     ("warm against Inductor's warm, at most 0.5", "graphex warm", "inductor warm"),
+    ("bare Dynamo against Inductor's warm", "bare Dynamo", "inductor warm"),
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
 )
 
-COLD_SHARE = 0.62
-ROWS_TOGETHER = {"decode-32": 2}  # 32 layers take 32 GiB while they are made, and more do not fit into a GPU
+WARM_SECONDS = 7.0  # that are left for each warm process, with a limit
+GIB = {"decode-8": 10, "decode-32": 31}  # of the GPU, while a model is made
+SMALL = 3  # that of others
+ROOM = 130
+LONGEST_FIRST = ("resnet-training", "decode-32", "bert", "decode-8")  # cold starts
+COMPILED = (".cubin", ".so")
 FORK = get_context("fork")
 _IMPORTS = {"eager": "import torch._dynamo", "graphex": "import graphex.backend", "load": "from graphex import load"}
 
@@ -105,20 +117,42 @@ def subject(model: str) -> tuple[torch.nn.Module, Run]:
     return made.model, lambda run: zoo.first_floating(made.call(run)).sum().backward()
 
 
-def stages(model: str, backend: str) -> Stages:
-    """The first call of a model in this process."""
+def prepared(model: str, backend: str) -> Callable[[], Stages]:
+    """A model in this process, and what measures its first call."""
     made, run = subject(model)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # float32 weights were there
     if backend in ("save", "load"):
-        return (saved if backend == "save" else loaded)(made, run)
+        return partial(saved if backend == "save" else loaded, made, run)
+    return partial(first_call, made, run, backend, is_training=model.endswith("-training"))
+
+
+def first_call(made: torch.nn.Module, run: Run, backend: str, *, is_training: bool) -> Stages:
     options = {"mode": "reduce-overhead"} if backend == "inductor" else {}
     compiled = torch.compile(made, backend=backend, **options)
+    before = kernel_files()
     synchronize()
     started = time.perf_counter()
-    with torch.set_grad_enabled(model.endswith("-training")):
+    with torch.set_grad_enabled(is_training):
         run(compiled)
     synchronize()
     seconds = time.perf_counter() - started
-    return split(seconds, graphex.journal(compiled) if backend == "graphex" else None)
+    journal = graphex.journal(compiled) if backend == "graphex" else None
+    if journal is not None:
+        say_what_was_compiled(journal, len(kernel_files() - before))
+    return split(seconds, journal)
+
+
+def kernel_files() -> set[str]:
+    """Compiled kernels in the caches of this process."""
+    folders = [os.environ[each] for each in CACHES if each in os.environ]
+    found = ((folder, name) for root in folders for folder, _, names in os.walk(root) for name in names)
+    return {os.path.join(*each) for each in found if each[1].endswith(COMPILED)}
+
+
+def say_what_was_compiled(journal: graphex.Journal, kernels: int) -> None:
+    asked = ", ".join(f"{each.graph} {each.status} {each.reason}".strip() for each in journal.cache)
+    print(f"    {asked}; {len(journal.passes)} passes ran, {kernels} kernels were compiled", flush=True)
 
 
 @torch.no_grad()
@@ -214,23 +248,98 @@ class Job:
         return cls(model, row, backend, {each: os.path.join(folder, each) for each in CACHES} | switches)
 
 
+READY, NO_TIME = "ready", "there was no time left"
+
+
+class Worker:
+    """The process of a job. It makes the model, and measures when it is told to."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.connection, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=_serve, args=(theirs, job))
+        self.process.start()
+        theirs.close()
+
+    def received(self, until: float) -> Any:
+        """What the process sends next; a sentence if it sends nothing."""
+        if not self.connection.poll(max(0.0, until - time.perf_counter())):
+            return NO_TIME
+        return _received(self.connection)
+
+    def go(self) -> None:
+        if self.process.is_alive():
+            self.connection.send("go")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
 def side_by_side(jobs: list[Job], until: float) -> Iterator[tuple[Job, Stages | str]]:
-    """The stages of each job when it has ended, or why there are none."""
-    running = {}
-    for job in jobs:
-        receiver, sender = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_send, args=(sender, stages, (job.model, job.backend), job.environment))
-        process.start()
-        sender.close()
-        running[receiver] = (job, process)
-    while running:
+    """The stages of each job when it has ended, or why there are none. As many run as have room."""
+    waiting, running = list(jobs), dict[Any, Worker]()
+    while waiting or running:
+        room = ROOM - sum(GIB.get(worker.job.model, SMALL) for worker in running.values())
+        for job in list(waiting):
+            if (needed := GIB.get(job.model, SMALL)) <= room:
+                room -= needed
+                waiting.remove(job)
+                worker = Worker(job)
+                worker.connection.send("go")
+                running[worker.connection] = worker
         ready = wait(list(running), max(0.0, until - time.perf_counter()))
-        for receiver in ready or list(running):
-            job, process = running.pop(receiver)
-            if not ready:
-                process.kill()
-            process.join()
-            yield job, _received(receiver) if ready else "there was no time left"
+        for connection in ready:
+            made = _received(connection)
+            if made != READY:
+                worker = running.pop(connection)
+                worker.end()
+                yield worker.job, made
+        if not ready:
+            for worker in running.values():
+                worker.end()
+            yield from ((job, NO_TIME) for job in (*(worker.job for worker in running.values()), *waiting))
+            return
+
+
+def one_by_one(jobs: list[Job], until: float, lock: str | None) -> Iterator[tuple[Job, Stages | str]]:
+    """The same of jobs that are measured alone; as many as have room make their models beside each other."""
+    waiting = list(jobs)
+    while waiting:
+        together = max(1, ROOM // GIB.get(waiting[0].model, SMALL))
+        workers = list(map(Worker, waiting[:together]))
+        waiting = waiting[together:]
+        said = [worker.received(until) for worker in workers]
+        with locked(lock):
+            for worker, made in zip(workers, said, strict=True):
+                if made == READY:
+                    worker.go()
+                    made = worker.received(until)
+                worker.end()
+                yield worker.job, made
+
+
+@contextmanager
+def locked(path: str | None) -> Iterator[None]:
+    """Hold a file's lock: nobody else who asks for it measures meanwhile."""
+    if path is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _serve(connection: Connection, job: Job) -> None:
+    os.environ.update(job.environment)
+    try:
+        measure = prepared(job.model, job.backend)
+        connection.send(READY)
+        connection.recv()
+        connection.send(measure())
+    except Exception:
+        connection.send(traceback.format_exc())
+    os._exit(0)  # nothing is left to be written, and a compiler's processes need not be waited for
 
 
 def _received(receiver: Any) -> Any:
@@ -240,19 +349,15 @@ def _received(receiver: Any) -> Any:
         return "the process has ended"
 
 
-def _send(sender: Any, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    try:
-        sender.send(function(*args))
-    except Exception:
-        sender.send(traceback.format_exc())
-    os._exit(0)  # nothing is left to be written, and a compiler's processes need not be waited for
+def _send(sender: Connection, function: Callable[[], Any]) -> None:
+    sender.send(function())
+    os._exit(0)
 
 
 def in_a_process(function: Callable[[], Any]) -> Any:
     """What a function returns in a new process: this one must not touch the GPU before it forks."""
     receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_send, args=(sender, function, (), {}))
+    process = FORK.Process(target=_send, args=(sender, function))
     process.start()
     sender.close()
     found = _received(receiver)
@@ -261,27 +366,19 @@ def in_a_process(function: Callable[[], Any]) -> Any:
 
 
 def pairs_of(models: list[str], rows: list[str]) -> list[tuple[str, str]]:
-    """Models and rows in the order in which they are measured, with the rows that others need."""
+    """Models and rows that are measured, with the rows that others need."""
     asked = [(model, row.rpartition(": ")) for model in models for row in rows]
     wanted = {(model, row) for model, (only, _, row) in asked if only in ("", model)}
     wanted |= {(model, NEEDED[row]) for model, row in wanted if row in NEEDED}
-    pairs = [(model, row) for row in ROWS_OF_FILES for model in models if (model, row) in wanted]
+    pairs = [(model, row) for model in models for row in (*COLD, *WARM) if (model, row) in wanted]
     return [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
 
 
-def groups(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Cold processes that run beside each other: of each model as many as fit into a GPU."""
-    waiting = list(jobs)
-    while waiting:
-        group: list[Job] = []
-        for job in list(waiting):
-            if sum(other.model == job.model for other in group) < ROWS_TOGETHER.get(job.model, len(COLD)):
-                group.append(job)
-                waiting.remove(job)
-        yield group
+def is_possible(row: str, found: dict[str, Stages]) -> bool:
+    return row not in NEEDED or NEEDED[row] in found
 
 
-def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dict[str, Stages]]:
+def one_round(models: list[str], rows: list[str], until: float, lock: str | None) -> dict[str, dict[str, Stages]]:
     """Every row of each model; a row that fails is left out, and says why."""
     found: dict[str, dict[str, Stages]] = {model: {} for model in models}
 
@@ -292,15 +389,17 @@ def one_round(models: list[str], rows: list[str], until: float) -> dict[str, dic
             found[job.model][job.row] = made = {"imports": 0.0, **made}  # these are measured last
             print(line(f"{job.model}, {job.row}", made), flush=True)
 
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
         pairs, now = pairs_of(models, rows), time.perf_counter()
-        for group in groups([Job.of(*pair, root) for pair in pairs if pair[1] in COLD]):
-            for job, made in side_by_side(group, now + COLD_SHARE * (until - now)):
-                add(job, made)
-        for model, row in pairs:
-            if row in WARM and (row not in NEEDED or NEEDED[row] in found[model]):
-                for job, made in side_by_side([Job.of(model, row, root)], until):
-                    add(job, made)
+        cold = sorted((pair for pair in pairs if pair[1] in COLD), key=lambda pair: LONGEST_FIRST.index(pair[0]))
+        last = until - WARM_SECONDS * (len(pairs) - len(cold))
+        for each in side_by_side([Job.of(*pair, root) for pair in cold], last):
+            add(*each)
+        print(f"the cold processes took {time.perf_counter() - now:.0f} s", flush=True)
+        for model in models:
+            warm = [row for each, row in pairs if each == model and row in WARM and is_possible(row, found[model])]
+            for each in one_by_one([Job.of(model, row, root) for row in warm], until, lock):
+                add(*each)
     return found
 
 
@@ -344,11 +443,12 @@ def main() -> None:
     parser.add_argument("--row", choices=(*ROWS, *of_one_model), action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which nothing is begun or awaited")
+    parser.add_argument("--lock", help="a file whose lock is held while warm processes are measured")
     chosen = parser.parse_args()
     until = time.perf_counter() + chosen.limit
     print(in_a_process(machine), flush=True)
     models = chosen.model or list(MODELS)
-    rounds = [one_round(models, chosen.row or list(ROWS), until) for _ in range(chosen.rounds)]
+    rounds = [one_round(models, chosen.row or list(ROWS), until, chosen.lock) for _ in range(chosen.rounds)]
     imported = imports(until)
     for row, found in ((row, found) for each in rounds for made in each.values() for row, found in made.items()):
         found["imports"] = imported[(COLD | WARM)[row][0]]

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -327,7 +328,22 @@ def _of_rows(now: Key, before: Key) -> str:
     name = here.split("'")[1] if "'" in here else "?"
     line = now.lines[place] if place < len(now.lines) else ""
     where = f" ({line})" if line else ""
-    return f"{what} '{name}' differs{where}: {_apart(there, here)}"
+    return f"{what} '{name}' differs{where}: {_of_tensors(there, here) or _apart(there, here)}"
+
+
+_TENSOR = re.compile(
+    r"TensorData\(sizes=(?P<sizes>.*?), strides=(?P<strides>.*?), offset=(?P<offset>.*?), dtype=(?P<type>.*?), "
+    r"device=(?P<device>device\(.*?\)), storage=.*?, requires_grad=(?P<requires_grad>\w+)\)"
+)
+
+
+def _of_tensors(before: str, now: str) -> str:
+    """The first property in which the only tensors of two rows differ; empty if something else does."""
+    there, here = list(_TENSOR.finditer(before)), list(_TENSOR.finditer(now))
+    if len(there) != 1 or len(here) != 1 or _TENSOR.sub("", before) != _TENSOR.sub("", now):
+        return ""
+    old, new = there[0].groupdict(), here[0].groupdict()
+    return next((f"its {name} changed from {old[name]} to {new[name]}" for name in old if old[name] != new[name]), "")
 
 
 def _common(one: str, other: str) -> int:

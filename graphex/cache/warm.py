@@ -253,6 +253,7 @@ _FUNCTIONS = (  # modules whose functions are known by their names and keep noth
     *("torch", "torch.functional", "torch.nn.functional", "torch._VF", "_operator", "operator", "math", "builtins"),
     *("torch._C._nn", "torch._C._special", "torch._C._fft", "torch._C._linalg"),
 )
+_SWITCHES = (("torch._C", "_log_api_usage_once"), ("torch._C", "_set_grad_enabled"))  # and these two of another one
 _NAMESPACES = ("aten", "prims", "graphex", "npu")  # ops that are known by the versions of torch and graphex
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _STATIC = "_dynamo_static_input_type"
@@ -519,6 +520,6 @@ def _function_name(target: Any) -> str:
         name = str(target)
         return f"op {name}" if name.partition(".")[0] in _NAMESPACES else ""
     module, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
-    if module not in _FUNCTIONS:
+    if module not in _FUNCTIONS and (module, name) not in _SWITCHES:
         return ""
     return f"function {module} {name}" if getattr(import_module(module), name, None) is target else ""

@@ -254,6 +254,48 @@ def test_a_training_step_that_returns_a_view_of_an_input_is_traced(run):
     assert all(reason for _, reason in reasons(graphex.journal(compiled)))
 
 
+class WithoutGradients(nn.Module):
+    """Computes angles as transformers' models do: without gradients, whatever is asked of the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = (x * 2).cos()
+        return self.linear(self.norm(x)) * angles
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_part_without_gradients_is_not_traced_again(folder, is_training):
+    model, x = WithoutGradients(), torch.arange(8.0).view(2, 4).requires_grad_(is_training)
+    expected = torch.autograd.grad(model(x).sum(), (*model.parameters(), x)) if is_training else ()
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="graphex")
+        with torch.set_grad_enabled(is_training):
+            result = compiled(x)
+        found = torch.autograd.grad(result.sum(), (*model.parameters(), x)) if is_training else ()
+        torch.testing.assert_close((result, *found), (model(x), *expected))
+        assert result.requires_grad is is_training
+        assert torch.is_grad_enabled()
+    assert [(each.status, each.reason) for each in graphex.journal(compiled).cache] == [("hit", "")] * (1 + is_training)
+
+
+def test_a_function_that_leaves_gradients_off_does_so_again(folder):
+    def function(x):
+        torch._C._set_grad_enabled(False)
+        return x * 2
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="graphex")
+        with torch.enable_grad():
+            assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+            assert not torch.is_grad_enabled()
+
+
 # -- calls that are traced ---------------------------------------------------------------------------------------------
 
 

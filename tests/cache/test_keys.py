@@ -37,12 +37,13 @@ def test_nothing_is_stored_for_a_new_function(run):
 
 def test_a_size_that_changed_is_named(run):
     run(function, torch.ones(2))
-    assert "the input 'arg0_1' differs" in missed(run(function, torch.ones(3)))
+    assert missed(run(function, torch.ones(3))) == "the input 'arg0_1' differs: its sizes changed from (2,) to (3,)"
 
 
 def test_a_type_that_changed_is_named(run):
     run(function, torch.ones(2))
-    assert "float64" in missed(run(function, torch.ones(2, dtype=torch.double)))
+    reason = missed(run(function, torch.ones(2, dtype=torch.double)))
+    assert reason == "the input 'arg0_1' differs: its type changed from torch.float32 to torch.float64"
 
 
 def test_a_line_that_changed_is_named(run):
@@ -177,8 +178,7 @@ def test_strides_that_changed_are_named(run):
     compiled = torch.compile(function, backend="graphex")
     compiled(torch.ones(3, 2).t())
     reason = missed(graphex.journal(compiled))
-    assert "the input 'arg0_1' differs" in reason
-    assert "strides=(1, 2)" in reason
+    assert reason == "the input 'arg0_1' differs: its strides changed from (3, 1) to (1, 2)"
 
 
 @pytest.mark.parametrize("made", [torch.clamp_min, torch.clamp], ids=["changed", "as it was"])
