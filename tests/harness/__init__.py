@@ -8,7 +8,7 @@ tape            a device that captures without a GPU; stream_tape adds streams, 
 host_ops        custom ops that cannot be captured; pending_ops: ops in flight, and ops that keep what they are given
 idioms          what models write; projections: linear layers; models: transformers; decoding: their decode steps;
                 generating: their generation
-opinfo          torch's samples of calls of every operator; extremes: numbers at the ends, and ops that may get them wrong
+opinfo          torch's samples of calls of every operator; extremes: numbers that compiled code may get wrong
 kernels/        samples of calls, references in float64, kernels compiled for a GPU that is not there
 reports         what reports are about; browser shows them
 processes       Python and the command line in processes of their own
