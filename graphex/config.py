@@ -452,9 +452,9 @@ class CompilerConfig:
         return f"CompilerConfig({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
-def options_of(config: type[CompilerConfig] = CompilerConfig) -> Iterator[Option[Any]]:
+def options_of() -> Iterator[Option[Any]]:
     """The declarations, in the order they are written."""
-    return (value for value in vars(config).values() if isinstance(value, Option))
+    return (value for value in vars(CompilerConfig).values() if isinstance(value, Option))
 
 
 def option_names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Text and values of others in what graphex writes: generated code, scripts, comments, file names.
+"""Quoting: text and values of a user's program in the code, scripts, comments and file names that graphex writes.
 
     literal(text)           'a\\nb', an expression for exactly this text
     remark(text)            a\\nb, for a comment

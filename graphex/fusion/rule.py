@@ -69,12 +69,12 @@ from graphex.torch_private.symbolic import (
 TraceFn = Callable[..., GraphModule]
 
 
-def trace_forward(fn: Callable[..., Any], args: Sequence[Any], table: Table | None = None) -> GraphModule:
+def trace_forward(fn: Callable[..., Any], args: Sequence[Any], table: Table | None) -> GraphModule:
     """The graph of `fn` on these (fake) arguments, functional, as AOTAutograd would hand it over."""
     return _tidied(symbolic_trace(fn, args, decompositions(table)))
 
 
-def trace_joint(fn: Callable[..., Any], args: Sequence[Any], table: Table | None = None) -> GraphModule:
+def trace_joint(fn: Callable[..., Any], args: Sequence[Any], table: Table | None) -> GraphModule:
     """The joint forward and backward graph of `fn`; the gradients come in as further arguments."""
     return _tidied(joint_trace(fn, args, decompositions(table)))
 

@@ -105,7 +105,7 @@ _EVENTS = (ours.event_record.default, ours.event_wait.default, ours.used_on.defa
 class AddingEvents(Walk):
     """Adds the events that are missing. A write waits for the reads before it, as the order of the graph says."""
 
-    def __init__(self, graph: Graph, memory: Memory | None = None) -> None:
+    def __init__(self, graph: Graph, memory: Memory | None) -> None:
         super().__init__(graph, memory)
         self.names = {str(sync.what) for _, sync in placed_events(list(graph.nodes))}
         self.users = len(self.names)
@@ -142,7 +142,7 @@ class _Schedule(AddingEvents):
     """The same for a graph as the user's program has it: a write that nothing orders is refused."""
 
     def __init__(self, work: Work, rule: str) -> None:
-        super().__init__(work.graph)
+        super().__init__(work.graph, None)
         self.work = work
         self.rule = rule
 

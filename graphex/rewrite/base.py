@@ -38,9 +38,9 @@ class Work:
         pass_name: str,
         write: Callable[[Record], None],
         aliases: Aliases,
-        phase: str = "inference",
-        table: Mapping[Any, Any] | None = None,
-        fall_back_later: Callable[[str, str, str], None] = lambda what, reason, line: None,
+        phase: str,
+        table: Mapping[Any, Any] | None,
+        fall_back_later: Callable[[str, str, str], None],
     ) -> None:
         self.gm = gm
         self.example_inputs = example_inputs

@@ -82,8 +82,8 @@ class CapturedProgram(program.GraphProgram):
         run: Boxed,
         static_inputs: Sequence[int],
         *,
-        pool: Pool | None = None,
-        kinds: dict[int, str] | None = None,
+        pool: Pool | None,
+        kinds: dict[int, str],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class CapturedProgram(program.GraphProgram):
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._frees_in_order = graph.streams is None  # memory that one stream has read may still be read by another
         aliases = Aliases(gm.graph)
-        plan = self._plan = CapturePlan.of(gm, aliases, device, static_inputs, config, kinds or {}, from_pieces, tail)
+        plan = self._plan = CapturePlan.of(gm, aliases, device, static_inputs, config, kinds, from_pieces, tail)
         super().__init__([*plan.written, *plan.moving])
         known = counts(gm) if from_pieces is None else {}  # the program around all pieces counts writes to its inputs
         self._count_in_call = _counting(repeated(plan.written, known, elsewhere=True))
