@@ -138,7 +138,7 @@ def _check_form(_: config.Passes, custom: Any) -> None:
 
 def _write_report(journal: Journal, compile_id: str, path: Path) -> None:
     """Write the HTML report on the graphs of one compilation."""
-    from graphex.evidence.report.model import report_data
+    from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
 
     write_page(report_data(f"compilation {compile_id}", [journal], compile_id=compile_id), path)

@@ -122,7 +122,7 @@ def explain(
 
     import graphex  # and torch with it: what can be wrong with the command was said before
     from graphex.backend import watching
-    from graphex.evidence.report.model import report_data
+    from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
     from graphex.evidence.tables import printed
     from graphex.regions.compiler import progress_to

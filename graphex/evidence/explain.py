@@ -173,7 +173,7 @@ class Report:
         return target
 
     def _data(self) -> dict[str, Any]:
-        from graphex.evidence.report.model import report_data
+        from graphex.evidence.report.data import report_data
 
         return report_data(self.name, [self.journal], **self._facts())
 

@@ -195,7 +195,7 @@ def test_one_change_of_a_size_is_one_sentence_however_many_graphs_it_makes_again
 
 
 def report_of(journal: graphex.Journal) -> dict:
-    from graphex.evidence.report.model import report_data
+    from graphex.evidence.report.data import report_data
 
     return report_data("a model", [journal])
 

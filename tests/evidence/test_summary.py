@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import graphex
 from graphex.debug.history import GraphHistory
-from graphex.evidence.report.model import report_data
+from graphex.evidence.report.data import report_data
 from graphex.records import RegionCompiled
 from graphex.regions.compiler import Outcome
 

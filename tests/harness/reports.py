@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import graphex
 from examples.tiny_llama import Shape, TinyLlama
 from graphex.backend import watching
-from graphex.evidence.report.model import report_data
+from graphex.evidence.report.data import report_data
 
 LLAMA = Shape(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocabulary=128, positions=32)
 aten = torch.ops.aten

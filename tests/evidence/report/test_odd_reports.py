@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import graphex
 from graphex.backend import watching
-from graphex.evidence.report.model import report_data
+from graphex.evidence.report.data import report_data
 from graphex.evidence.report.page import write_page
 from tests.harness.browser import Browser
 from tests.harness.tape import TapeDevice, run_on

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphex.backend import watching
 from graphex.evidence.report.compare import compare, has_losses
-from graphex.evidence.report.model import report_data
+from graphex.evidence.report.data import report_data
 from graphex.evidence.report.page import page
 from tests.fuzz.check import session
 from tests.fuzz.instructions import random_program

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 import graphex
 from graphex.backend import watching
 from graphex.evidence.report.compare import compare, has_losses
-from graphex.evidence.report.model import report_data
+from graphex.evidence.report.data import report_data
 from graphex.evidence.report.page import page, read_data
 from graphex.records import Record
 from tests.harness.processes import ROOT
