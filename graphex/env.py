@@ -231,7 +231,7 @@ class UntrustedError(OSError):
 
 
 class Folder:
-    """A folder that is open. Names are those of files right in it."""
+    """An open folder. Names are those of files directly in it."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.path = path

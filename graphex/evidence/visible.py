@@ -77,8 +77,8 @@ class Difference:
     """A value that is not eager's. The error is infinite for what is of another kind.
 
     `scale` is the largest number that eager has there, and `step` the distance from 1 to the next number of its type;
-    both are 0 for what is no float. The scale of a gradient is that of all gradients of its module: one that cancels,
-    as that of a bias in front of a softmax or a batch norm does, consists of rounding alone.
+    both are 0 for a value that is no float. The scale of a gradient is that of all gradients of its module: one that
+    cancels, as that of a bias in front of a softmax or a batch norm does, consists of rounding alone.
     """
 
     path: str

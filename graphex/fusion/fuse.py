@@ -4,10 +4,10 @@ Rules run to a fixed point: what one puts in place, another may take up. A user'
 patterns before smaller ones. For every rule the journal says how many of its candidates were fused, and for the others
 how far the match came and why it ended: the reasons are the matcher's own.
 
-`splice` puts a replacement where a match was, and leaves the graph as if it had always been there. Values, source line,
-stream and origins of the new nodes are those of what they replace; a result whose strides differ changes the values of
-what is computed from it, and what can no longer be computed takes the rewrite back. What the graph returns is copied
-into the strides that it had.
+`splice` puts a replacement where a match was, and leaves the graph as if it had always been there. New nodes take over
+values, source line, stream and origins of the nodes they replace. A result with other strides changes the values that
+are computed from it; where one of these can no longer be computed, the rewrite is taken back. Results of the graph are
+copied into the strides that they had.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Its other form ("grouped_mm") sorts the pairs of a token and an expert first, an
     x[order // k] -> _grouped_mm(gate_up, counted) -> (+ bias) -> gate -> _grouped_mm(down, counted) -> (+ bias)
       -> times weights[order] -> [order backwards] -> view [T, k, H] -> sum over k ...
 
-It may put zeros where an expert is none of those there are. No such number comes from a `topk` among all of them.
+It may put zeros where the number of an expert is out of range. A `topk` among all experts gives no such number.
 """
 
 from __future__ import annotations

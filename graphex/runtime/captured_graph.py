@@ -5,8 +5,8 @@ CapturedGraph   one capture, made by `capture_graph`; `fill` gives it a call's i
 Store           the captured graphs of one program, by key and by addresses, the least recently used one first
 SavedMemory     what a captured forward keeps in its own memory for the backward
 
-Graphs of one pool may use the same bytes for their intermediates, so they run one after the other. A pool is that of
-one program, of a handle that the user gave, or of the forwards and backwards of a step.
+Graphs of one pool may use the same bytes for their intermediates, so they run one after the other. A pool belongs
+to one program, to a handle that the user gave, or to the forwards and backwards of a step.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ _registering = threading.RLock()
 
 
 def register_backend(compiler_fn: Callable[..., Any], name: str) -> None:
-    """Make a backend known to torch.compile by name. The same one under the same name again is as good as once."""
+    """Make a backend known to torch.compile by name. Registering it again under the same name changes nothing."""
     with _registering:
         if getattr(_registry, "_COMPILER_FNS", {}).get(name) is not compiler_fn:
             _register(compiler_fn, name=name)

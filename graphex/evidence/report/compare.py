@@ -93,7 +93,7 @@ def _runs(graph: dict[str, Any]) -> bool:
 
 
 def has_losses(difference: dict[str, Any]) -> bool:
-    """Whether the second report is not as good as the first, or cannot be: it is of another model."""
+    """Whether the second report has lost something that the first has, or is of another model."""
     return bool(difference["lost"] or difference["different_models"])
 
 
