@@ -25,8 +25,7 @@ from graphex.errors import RuleError
 from graphex.fusion.calls import Calls, is_nothing, targets_of, value_of
 from graphex.fusion.patterns import Mismatch, OpPattern, Pattern
 from graphex.fusion.rule import Replacement, Rule, fresh, key_of, pattern_of, without_guards
-from graphex.rewrite.base import Refusal, Work
-from graphex.rewrite.partition import used_by
+from graphex.rewrite.base import Refusal, Work, used_by
 from graphex.torch_private.patterns import Match
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
 

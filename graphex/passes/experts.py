@@ -31,9 +31,8 @@ from graphex.analysis import node_line
 from graphex.analysis.graphs import placement
 from graphex.ops.experts import CLAMPED, SILU
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.base import Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
-from graphex.rewrite.partition import used_by
 
 aten = torch.ops.aten
 

@@ -2,7 +2,7 @@
 
 Everything is proven on the graph as it stands before the first rewrite. A layer is computed where the first of those
 that it is joined with stands, or where its residual is added: the values it reads must be there, and not be written
-since (`graphex.rewrite.partition`).
+since (`graphex.rewrite.base.Motion`).
 
 A linear layer looks like this in a graph, a product with a transposed weight, between two reshapes:
 
@@ -32,8 +32,7 @@ from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.passes.fuse import device_of, pays
-from graphex.rewrite.base import Refusal, Work
-from graphex.rewrite.partition import Motion, Read, can_stand_before, elsewhere, used_by, where
+from graphex.rewrite.base import Motion, Read, Refusal, Work, can_stand_before, elsewhere, used_by, where
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 

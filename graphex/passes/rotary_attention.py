@@ -28,9 +28,8 @@ from graphex.analysis.graphs import arguments, placement
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.records import RuleTried
-from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.base import GraphPass, Motion, Read, Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
-from graphex.rewrite.partition import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 

@@ -17,7 +17,7 @@ Models write rows into a KV cache in one of these ways (`row_write`):
     index_put_(cache, [None, None, positions], rows)                a negative position counts from the end
     window = slice(cache, 2, a, b); copy_(window, rows)             all rows of a window, in order
 
-`why_not` asks `graphex.rewrite.partition` whether the writes may move, and then checks types, shapes and strides.
+`why_not` asks a `Motion` whether the writes may move, and then checks types, shapes and strides.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from torch.fx import Node
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
-from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.base import GraphPass, Motion, Read, Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
-from graphex.rewrite.partition import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
