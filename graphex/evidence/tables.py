@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from graphex.records import Activation, GraphBroke, GraphCompiled, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
+from graphex.records import Activation, GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
 
 if TYPE_CHECKING:
     from graphex.debug.history import GraphHistory, NodeFacts
@@ -377,13 +377,18 @@ class StepPart:
 def step_parts(journal: Journal) -> Iterator[StepPart]:
     """The parts of a step in the order they run. A forward holds what it saves until its backward has run."""
     peaks = {record.graph: record.peak_after for record in journal.memory}
+    saved: dict[str, list[int]] = {}  # by each forward of a compilation; the last one's backward is compiled first
     held = 0
     for graph in journal.graphs:
         if graph.phase not in ("forward", "backward"):
             continue
         before, most = held, held + peaks.get(graph.graph, 0)
-        change = _saved(journal, graph.graph) if graph.phase == "forward" else -_saved(journal, _forward_of(graph))
-        held = max(0, held + change)
+        of_compilation = saved.setdefault(graph.compile_id, [])
+        if graph.phase == "forward":
+            of_compilation.append(_saved(journal, graph.graph))
+            held += of_compilation[-1]
+        elif of_compilation:
+            held -= of_compilation.pop()
         compiled = [each for each in journal.regions if each.graph == graph.graph and each.status != "slower"]
         remark = f"{len(compiled)} regions" if compiled else ""
         curve = tuple(before + alive for alive in _curve(journal.history, graph.graph))
@@ -453,10 +458,6 @@ def _order(record: Activation) -> tuple[bool, int]:
 
 def _saved(journal: Journal, graph: str) -> int:
     return sum(each.bytes for each in journal.activations if each.graph == graph and each.status == "saved")
-
-
-def _forward_of(graph: GraphCompiled) -> str:
-    return graph.graph.replace(" backward", " forward")
 
 
 def has_training(journal: Journal) -> bool:
