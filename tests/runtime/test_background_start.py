@@ -1,4 +1,4 @@
-"""What is made ready in threads is ready when kernels are compiled, and the process is otherwise as it was."""
+"""Threads load the check of replays and start Triton while a first graph is made; the process is otherwise as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever stands in the cache's folder: nothing of others is loaded, nothing hangs or raises, nothing is silent."""
+"""The cache of compiled C++, with anything in its folder: no other user's code is loaded, nothing hangs or raises."""
 
 from __future__ import annotations
 
