@@ -1,4 +1,4 @@
-"""Threads load the check of replays and start Triton while a first graph is made; the process is otherwise as it was."""
+"""Threads load the check of replays and start Triton, once, while a first graph is made; nothing else is changed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
 Path(os.environ["GRAPHEX_CACHE_DIR"], "native").write_text("")
 interval = sys.getswitchinterval()
 from graphex.kernels import compiled
-from graphex.runtime import native as readiness
+from graphex.runtime import native
 from graphex.records import Journal
 compiled.wait_for_triton()  # nothing was begun
 journal = Journal()
-readiness.load_in_background(journal)
-readiness.load_in_background(Journal())
+native.load_in_background(journal)
+native.load_in_background(Journal())
 compiled.start_triton()
 compiled.start_triton()
 compiling = [thread for thread in threading.enumerate() if "C++" in thread.name]
@@ -37,5 +37,5 @@ assert any("native is no folder" in record.reason for record in journal.fallback
 """
 
 
-def test_what_is_made_ready_is_so_once_and_the_journal_says_what_was_not():
+def test_threads_start_once_and_the_journal_says_what_they_could_not_do():
     python("-c", PROGRAM)
