@@ -228,7 +228,7 @@ def _begin(
     is_whole: bool = True,
     store: Path | None = None,
 ) -> Compilation:
-    config = _noted(config, journal).frozen()
+    config = _with_watches(config, journal).frozen()
     check_names(config)
     files = open_debug_files(dynamo.debug_directory(), journal.debug_names)
     if files.directory is not None and journal.history is None:
@@ -268,7 +268,7 @@ def watching(
         _watches.remove(watch)
 
 
-def _noted(config: CompilerConfig, journal: Journal) -> CompilerConfig:
+def _with_watches(config: CompilerConfig, journal: Journal) -> CompilerConfig:
     """Tell all watches; the configuration with their options laid over it."""
     for watch in tuple(_watches):
         if not any(known is journal for known in watch.journals):

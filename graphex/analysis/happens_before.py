@@ -354,12 +354,12 @@ class Walk:
         self._follow([] if access.keeps else self._sources(access), access.stream, access.node, "value")
         self._follow([self.begin], access.stream, access.node, "begin")
         for storage in access.writes:
-            for reader in self._known(storage).readers:
+            for reader in self._memory_state(storage).readers:
                 if not self.clocks.knows(access.stream, reader.stream, reader.position):
                     self.race(access, reader, storage)
         done = self._done(access.node, access.stream)
         for storage in access.reads - access.writes:
-            self._known(storage).readers.append(done)
+            self._memory_state(storage).readers.append(done)
         for storage in access.writes:
             self._memory[storage] = _Memory(done)
 
@@ -371,7 +371,7 @@ class Walk:
                 self.clocks.learn(stream, done.clock)
 
     def _sources(self, access: Access) -> list[Done]:
-        found = {id(writer): writer for storage in access.reads if (writer := self._known(storage).writer)}
+        found = {id(writer): writer for storage in access.reads if (writer := self._memory_state(storage).writer)}
         return list(found.values())
 
     def _done(self, node: Node, stream: Stream) -> Done:
@@ -379,7 +379,7 @@ class Walk:
         done = self.last[stream] = Done(node, stream, self._position, self.clocks.run(stream, self._position))
         return done
 
-    def _known(self, storage: Storage) -> _Memory:
+    def _memory_state(self, storage: Storage) -> _Memory:
         """Memory that nothing in the graph has written was written by the caller."""
         return self._memory.setdefault(storage, _Memory(self.begin))
 

@@ -294,19 +294,19 @@ _ENTERED = {"__enter__": _enter, "__exit__": _exit}
 
 def _empty_on(target: torch.device) -> Any:
     def empty(size: Any, *, device: Any = None, layout: Any = None, **kwargs: Any) -> Tensor:
-        return torch.empty(size, device=placed(device, target), **_given(kwargs))
+        return torch.empty(size, device=placed(device, target), **_without_none(kwargs))
 
     return empty
 
 
 def _empty_strided_on(target: torch.device) -> Any:
     def empty_strided(size: Any, stride: Any, *, device: Any = None, layout: Any = None, **kwargs: Any) -> Tensor:
-        return torch.empty_strided(size, stride, device=placed(device, target), **_given(kwargs))
+        return torch.empty_strided(size, stride, device=placed(device, target), **_without_none(kwargs))
 
     return empty_strided
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_none(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if value is not None}
 
 

@@ -309,7 +309,7 @@ def cache() -> None:
 def list_entries(as_json: bool) -> None:
     """List the stored graphs, the latest use first: what each is of, its size, its age, how often it was loaded."""
     store, now = _store(), time.time()
-    rows = [_about(store, entry, now) for entry in store.entries()]
+    rows = [_entry_row(store, entry, now) for entry in store.entries()]
     if as_json:
         print_json({"folder": str(store.path), "graphs": rows})
         return
@@ -435,7 +435,7 @@ def _store() -> Store:
     return store
 
 
-def _about(store: Store, entry: Entry, now: float) -> dict[str, Any]:
+def _entry_row(store: Store, entry: Entry, now: float) -> dict[str, Any]:
     key = store.key(entry.id)
     graph = "cannot be read" if key is None else _graph(key)
     return {"id": entry.id, "graph": graph, "bytes": entry.bytes, "age": now - entry.made, "hits": entry.hits}

@@ -128,7 +128,7 @@ def explain(
     from graphex.regions.compiler import progress_to
 
     graphex.define()
-    watched = watching(options, lambda journal: say(_told(journal)))
+    watched = watching(options, lambda journal: say(_progress_text(journal)))
     with waiting(f"running {script.name}") as say, progress_to(say), watched as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
     data = report_data(script.name, watch.journals)
@@ -194,7 +194,7 @@ def _note_unknown_names(options: dict[str, Any]) -> None:
                 click.echo(f"note: {problem.rstrip('.')}, unless {_SCRIPTS[kind]}.", err=True)
 
 
-def _told(journal: Journal) -> str:
+def _progress_text(journal: Journal) -> str:
     return f"compiling graph {len(journal.graphs) + 1}"
 
 

@@ -261,13 +261,14 @@ def _inputs_text(args: list[Any]) -> str:
         torch.save(tensors, stream)
         data = literal(base64.b64encode(zlib.compress(stream.getvalue())).decode())
         load = f"saved = iter(torch.load(io.BytesIO(zlib.decompress(base64.b64decode({data})))))"
-        return f"def example_inputs():\n    {load}\n    return [{', '.join(_given(value, _saved) for value in args)}]"
-    shapes = ", ".join(_given(value, _random) for value in args)
+        values = ", ".join(_argument_text(value, _saved) for value in args)
+        return f"def example_inputs():\n    {load}\n    return [{values}]"
+    shapes = ", ".join(_argument_text(value, _random) for value in args)
     remark = "# random: the real inputs are too large to keep here"
     return f"def example_inputs():  {remark}\n    torch.manual_seed(0)\n    return [{shapes}]"
 
 
-def _given(value: Any, tensor: Callable[[torch.Tensor], str]) -> str:
+def _argument_text(value: Any, tensor: Callable[[torch.Tensor], str]) -> str:
     return tensor(value) if isinstance(value, torch.Tensor) else value_text(value, not_written)
 
 

@@ -63,10 +63,10 @@ def device_ops_of(node: Node, aliases: Aliases) -> DeviceOps:
     if isinstance(region, Region):
         more = sum(_ops_of_reference(each) - 1 for each in region.body.graph.nodes if runs_by_reference(each))
         return DeviceOps(region.launches + more, region.launches, region.launches)
-    return DeviceOps(_ops_of_reference(node) if runs_by_reference(node) else 1, _given(node), 1)
+    return DeviceOps(_ops_of_reference(node) if runs_by_reference(node) else 1, _ops_as_given(node), 1)
 
 
-def _given(node: Node) -> int:
+def _ops_as_given(node: Node) -> int:
     """The ops of the model as given: 1, but for the nodes of a call of attention that was lifted before tracing."""
     decided = decided_about(node)
     if decided is None or decided.refusal:

@@ -260,7 +260,7 @@ def restorers(value: Any) -> Iterator[Restorer]:
             yield _in_slots(value, slots)
 
 
-def _kept(read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> Restorer:
+def _restorer(read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> Restorer:
     """A function that puts the objects back that `read` gives now, if it gives others by then."""
     kept = read()
 
@@ -274,12 +274,12 @@ def _kept(read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -
 
 def _list(value: Any) -> Restorer:
     kind = bytearray if isinstance(value, bytearray) else list
-    return _kept(lambda: list(value), partial(kind.__setitem__, value, slice(None)))
+    return _restorer(lambda: list(value), partial(kind.__setitem__, value, slice(None)))
 
 
 def _bag(value: Any) -> Restorer:
     refill = value.extend if isinstance(value, deque) else value.update
-    return _kept(lambda: list(value), lambda kept: (value.clear(), refill(kept)))
+    return _restorer(lambda: list(value), lambda kept: (value.clear(), refill(kept)))
 
 
 def _dict(value: Any) -> Restorer:
@@ -291,7 +291,7 @@ def _dict(value: Any) -> Restorer:
         for key, each in zip(kept[::2], kept[1::2], strict=True):
             kind.__setitem__(value, key, each)
 
-    return _kept(lambda: [each for item in kind.items(value) for each in item], write)
+    return _restorer(lambda: [each for item in kind.items(value) for each in item], write)
 
 
 def _globals(rebound: Rebound) -> Restorer:

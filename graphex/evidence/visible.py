@@ -322,7 +322,7 @@ def _difference(found: Any, original: Any) -> tuple[str, float]:
     if found is _ABSENT or original is _ABSENT:
         return ("missing", INFINITE) if found is _ABSENT else ("not there in eager", INFINITE)
     if type(found) is not type(original):
-        return f"{_told(found)} instead of {_told(original)}", INFINITE
+        return f"{_value_text(found)} instead of {_value_text(original)}", INFINITE
     if isinstance(original, SeenTensor):
         return _tensor_difference(found, original)
     if isinstance(original, Hidden):
@@ -335,7 +335,7 @@ def _difference(found: Any, original: Any) -> tuple[str, float]:
         same = found.shape == original.shape and found.tobytes() == original.tobytes()
     else:
         same = same_value(found, original)
-    return ("", 0.0) if same else (f"{_told(found)} instead of {_told(original)}", INFINITE)
+    return ("", 0.0) if same else (f"{_value_text(found)} instead of {_value_text(original)}", INFINITE)
 
 
 def _tensor_difference(found: SeenTensor, original: SeenTensor) -> tuple[str, float]:
@@ -379,7 +379,7 @@ def _is_same_opaque(found: Any, original: Any) -> bool:
     return isinstance(found, SeenOpaque) and isinstance(original, SeenOpaque) and found.value is original.value
 
 
-def _told(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, SeenTensor):
         return "a tensor"
     if isinstance(value, SeenOpaque):

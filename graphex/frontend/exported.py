@@ -66,7 +66,7 @@ class Input:
         """Refuse an argument that does not fit the trace: a slice of all rows there may be one of some rows here."""
         if not self._fits(given):
             raise InputError(
-                f"the graph was traced with {self} for '{self.name}', got {_about(given)}. Trace it for that too."
+                f"the graph was traced with {self} for '{self.name}', got {_value_text(given)}. Trace it for that too."
             )
         if self.dtype is None:
             return
@@ -207,7 +207,7 @@ def _agree(traced: int | None, given: Any) -> bool:
     return traced is None or not isinstance(given, int) or traced == given
 
 
-def _about(given: Any) -> str:
+def _value_text(given: Any) -> str:
     if isinstance(given, torch.Tensor):
         return text_of(given)
     return repr(given) if isinstance(given, (int, float, complex)) else type(given).__name__

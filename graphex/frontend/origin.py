@@ -147,17 +147,17 @@ def _change(guard: str) -> Change:
     if found := _TENSOR.match(guard) or _SIZE.match(guard):
         named = found.groupdict()
         what = f"{named['what']} {named['index']}" if named["index"] else named["what"]
-        return Change(_named(named["value"]), what, named["before"], named.get("now") or "")
+        return Change(_value_name(named["value"]), what, named["before"], named.get("now") or "")
     if found := _TYPE.match(guard):
-        return Change(_named(found["value"]), "type", found["before"])
+        return Change(_value_name(found["value"]), "type", found["before"])
     if found := _EQUAL.fullmatch(guard):
-        return Change(_named(found["value"]), "", found["before"])
+        return Change(_value_name(found["value"]), "", found["before"])
     if found := _STATE.match(guard):
         return Change("", found["what"])
     return Change()
 
 
-def _named(value: str) -> str:
+def _value_name(value: str) -> str:
     return _FROM_BEFORE if _OF_A_BREAK.match(value) else value
 
 

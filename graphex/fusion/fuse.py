@@ -155,7 +155,7 @@ class Fusion:
                     closest[whose, root] = rule, end
         told = [(rule, root, end) for (_, root), (rule, end) in closest.items()]
         for rule, root, end in told:
-            self._tell(rule, root, end)
+            self._record_end(rule, root, end)
         spoken_of = {rule.name for rule, _, _ in told} | {rule.name for rule in self.rules if rule.origin == "user"}
         variants: dict[str, list[Rule]] = {}
         for rule in self.rules:
@@ -180,7 +180,7 @@ class Fusion:
             return Mismatch(1, root, f"no {op_title(rule.pattern.anchor_op)} follows {root.name}")
         return max(near, key=lambda end: _closeness(rule, end))
 
-    def _tell(self, rule: Rule, root: Node, end: Mismatch | Refusal) -> None:
+    def _record_end(self, rule: Rule, root: Node, end: Mismatch | Refusal) -> None:
         where = end.node or root
         if isinstance(end, Refusal):
             self.work.refuse(where, end, rule=rule.name)
@@ -370,7 +370,7 @@ def splice(gm: GraphModule, plan: FusionPlan, site: Site, mode: FakeTensorMode) 
         each.restore(gm, dict(pairs).get(each.node, each.node), mode)
     _move_behind(made[-1] if made else None, plan.later)
     _erase(plan)
-    return _used(made)
+    return _without_unused(made)
 
 
 def _begins_to_share(gm: GraphModule, plan: FusionPlan) -> Refusal | None:
@@ -485,7 +485,7 @@ def _move_behind(place: Node | None, nodes: list[Node]) -> None:
         place = node
 
 
-def _used(made: list[Node]) -> list[Node]:
+def _without_unused(made: list[Node]) -> list[Node]:
     """Drop results without users: as users of the new op they would stand in the way of the next rule."""
     unused = [node for node in made if node.target is operator.getitem and not node.users]
     for node in unused:

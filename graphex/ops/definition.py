@@ -242,13 +242,13 @@ def _register(spec: OpSpec, namespace: str) -> None:
     library.impl(short, spec.reference, "CompositeExplicitAutograd")
     torch.library.register_fake(spec.name, spec.fake or _as_fake(spec.reference), lib=library)
     if spec.gradient is not None:
-        backward, save = _completed(spec.name, spec.gradient.backward), _named(spec.gradient.save)
+        backward, save = _completed(spec.name, spec.gradient.backward), _by_keyword(spec.gradient.save)
         torch.library.register_autograd(spec.name, backward, setup_context=save, lib=library)
     if spec.kernel is not None and has_triton():
         library.impl(short, _with_kernel(spec), "CUDA")
 
 
-def _named(save: Callable[[Any, tuple[Any, ...], Any], None]) -> Function:
+def _by_keyword(save: Callable[[Any, tuple[Any, ...], Any], None]) -> Function:
     """torch calls setup_context by keyword."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -172,7 +172,7 @@ class RemoveNoops(GraphPass):
             noop = NOOPS.get(node.target) if node.op == "call_function" else None
             if noop is None or not work.allows(noop.rule):
                 continue
-            kept = _kept(node, noop)
+            kept = _kept_value(node, noop)
             if kept is None or not same_layout(node.meta.get("val"), kept.meta.get("val")) or not noop.holds(node):
                 continue
             if reason := work.aliases.why_not_same(node, kept) or _why_needed(work, node, kept) or _why_run(node, noop):
@@ -200,7 +200,7 @@ def _why_run(node: Node, noop: Noop) -> str | None:
     return None if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
 
 
-def _kept(node: Node, noop: Noop) -> Node | None:
+def _kept_value(node: Node, noop: Noop) -> Node | None:
     value = node.args[noop.keeps] if len(node.args) > noop.keeps else None
     if isinstance(value, Sequence) and len(parts := _with_elements(value)) == 1:  # cat([x])
         value = parts[0]

@@ -155,7 +155,7 @@ def unfit_weight(linear: Linear) -> Refusal | None:
     """Why this layer is not taken, whatever becomes of the others that share its input."""
     x, weight, result = (each.meta["val"] for each in (linear.x, linear.weight, linear.node))
     if weight.dtype != x.dtype or weight.device != x.device:
-        return Refusal(f"input and weight differ: {_kind(x)} and {_kind(weight)}", linear.node)
+        return Refusal(f"input and weight differ: {_type_text(x)} and {_type_text(weight)}", linear.node)
     if not all(isinstance(size, int) and size > 0 for size in weight.shape):
         return Refusal("the size of the weight is not known before running", linear.node)
     if not known_equal(weight.stride(1), 1):
@@ -165,13 +165,13 @@ def unfit_weight(linear: Linear) -> Refusal | None:
         if bias.dim() != 1 or not known_equal(bias.shape[0], weight.shape[0]):
             return Refusal("what is added is not a bias: one number for each row of the weight", linear.node)
         if bias.dtype != x.dtype or bias.device != x.device:
-            return Refusal(f"input and bias differ: {_kind(x)} and {_kind(bias)}", linear.node)
+            return Refusal(f"input and bias differ: {_type_text(x)} and {_type_text(bias)}", linear.node)
     if not known_contiguous(result) or result.dtype != x.dtype:
         return Refusal("the result is of another type or layout than the op's", linear.node)
     return None
 
 
-def _kind(value: Tensor) -> str:
+def _type_text(value: Tensor) -> str:
     return f"{dtype_text(value.dtype)} on {value.device}"
 
 

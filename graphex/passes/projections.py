@@ -128,20 +128,20 @@ class _Folding:
         """How often each rule applied."""
         matches: Counter[str] = Counter()
         for plan in plans:
-            op = self._made(plan)
+            op = self._inserted(plan)
             if op is None:
                 continue
             matches[LINEARS] += len(plan.linears)
             if plan.before is not None:
                 matches[NORM if plan.before.target is ops.rms_norm.default else GATED] += 1
             matches[RESIDUAL] += plan.residual is not None
-            self._tell(plan, op)
+            self._record_fold(plan, op)
             self._connect(plan, op)
         return matches
 
     # -- the op ------------------------------------------------------------------------------------------------------
 
-    def _made(self, plan: FoldPlan) -> Node | None:
+    def _inserted(self, plan: FoldPlan) -> Node | None:
         """The op that takes the place of the layers; None if its result cannot be told."""
         place = plan.place
         for linear in plan.linears:
@@ -247,7 +247,7 @@ class _Folding:
             node = self.now[node]
         return node
 
-    def _tell(self, plan: FoldPlan, op: Node) -> None:
+    def _record_fold(self, plan: FoldPlan, op: Node) -> None:
         products = [linear.node for linear in plan.linears]
         read = f"'{plan.linears[0].x.name}' is read by {len(products)} linear layer" + "s" * (len(products) > 1)
         self._note(LINEARS, products, op, read)
@@ -408,13 +408,13 @@ def _why_no_gate(work: Work, gate: _Gate) -> Refusal | None:
 def _fold_gate(work: Work, mode: FakeTensorMode, gate: _Gate) -> None:
     node, layers = gate.product, gate.layers
     given, call = arguments(layers), arguments(node)
-    weights, biases = (_two(work, mode, gate, given[name]) for name in ("weights", "biases"))
+    weights, biases = (_of_both_layers(work, mode, gate, given[name]) for name in ("weights", "biases"))
     first = [value for name, value in given.items() if name not in ("weights", "biases", "residual", "keeps_norm")]
     args = (*first, weights, biases, gate.activation)
-    made = result = _made(work, mode, _WITH_GATE[layers.target], args, [layers, *gate.inner, node], layers)
+    made = result = _inserted(work, mode, _WITH_GATE[layers.target], args, [layers, *gate.inner, node], layers)
     if node.target is ops.silu_mul_linears.default:
         rest = (made, call["weights"], call["biases"], call["residual"])
-        result = _made(work, mode, ops.linears.default, rest, [node], node)
+        result = _inserted(work, mode, ops.linears.default, rest, [node], node)
     because = f"'{gate.gate.name}' and '{gate.up.name}' are read by '{node.name}' alone"
     made_here = list(dict.fromkeys([made, result]))
     work.fused([layers.name, node.name], made_here, rule=GATE, because=because, line=node_line(node))
@@ -423,7 +423,7 @@ def _fold_gate(work: Work, mode: FakeTensorMode, gate: _Gate) -> None:
         work.graph.erase_node(old)
 
 
-def _two(work: Work, mode: FakeTensorMode, gate: _Gate, given: list[Any]) -> list[Any]:
+def _of_both_layers(work: Work, mode: FakeTensorMode, gate: _Gate, given: list[Any]) -> list[Any]:
     """The weights, or biases, of the gate and of what it lets through."""
     if not gate.halved:
         return [given[index] for index in gate.order]
@@ -431,10 +431,12 @@ def _two(work: Work, mode: FakeTensorMode, gate: _Gate, given: list[Any]) -> lis
         return [None, None]
     size = gate.gate.meta["val"].shape[-1]
     bounds = [(0, index * size, (index + 1) * size) for index in gate.order]
-    return [_made(work, mode, aten.slice.Tensor, (given[0], *at), [gate.layers], gate.layers) for at in bounds]
+    return [_inserted(work, mode, aten.slice.Tensor, (given[0], *at), [gate.layers], gate.layers) for at in bounds]
 
 
-def _made(work: Work, mode: FakeTensorMode, op: Any, args: tuple[Any, ...], replaced: list[Node], before: Node) -> Node:
+def _inserted(
+    work: Work, mode: FakeTensorMode, op: Any, args: tuple[Any, ...], replaced: list[Node], before: Node
+) -> Node:
     with work.graph.inserting_before(before):
         made = work.graph.call_function(op, args)
     inherit_all(made, replaced)

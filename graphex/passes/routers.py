@@ -90,14 +90,14 @@ class Router:
 
 def _router(numbers: Any, weights: Any) -> Router | Refusal:
     """The router whose results, flat, are these two."""
-    found = _known(numbers, weights)
+    found = _router_at(numbers, weights)
     if found is None:
         return Refusal("its experts are chosen in a form that is not known")
     refusal = why_not_alone(found.inner, *found.ends)
     return found if refusal is None else refusal
 
 
-def _known(numbers: Any, weights: Any) -> Router | None:
+def _router_at(numbers: Any, weights: Any) -> Router | None:
     clamp = called(numbers, aten.clamp.default)
     chosen = called(numbers if clamp is None else clamp.args[0], aten.view.default)
     values = called(weights, aten.view.default)

@@ -98,7 +98,7 @@ def check_results(graph: Graph, interface: Interface, who: str) -> None:
     """Refuse results of another type or shape: the code behind the graph was compiled for the old ones."""
     for at, (found, before) in enumerate(zip(interface_of(graph).values, interface.values, strict=True)):
         if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and _certainly_differ(found, before):
-            raise PassError(f"{who} left output {at} as {_about(found)}; it was {_about(before)}. {MAY_NOT}")
+            raise PassError(f"{who} left output {at} as {_value_text(found)}; it was {_value_text(before)}. {MAY_NOT}")
 
 
 def _certainly_differ(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -107,7 +107,7 @@ def _certainly_differ(left: torch.Tensor, right: torch.Tensor) -> bool:
     return any(known_true(a != b) for a, b in zip(left.shape, right.shape, strict=True))
 
 
-def _about(value: torch.Tensor) -> str:
+def _value_text(value: torch.Tensor) -> str:
     return f"{text_of(value)} on {value.device}"
 
 

@@ -437,7 +437,7 @@ class Store:
         graph = self._graphs.get(slot)
         if graph is not None:
             self._graphs.move_to_end(slot)
-            self._used(slot, graph)
+            self._note_use(slot, graph)
         return graph
 
     def put(self, slot: Slot, graph: CapturedGraph) -> list[Slot]:
@@ -447,7 +447,7 @@ class Store:
         """
         old = self._graphs.pop(slot, None)
         self._graphs[slot] = graph
-        self._used(slot, graph)
+        self._note_use(slot, graph)
         if old is None:
             self._known[slot.key] += 1
         else:
@@ -468,7 +468,7 @@ class Store:
             self.newest = None
         graph.free()
 
-    def _used(self, slot: Slot, graph: CapturedGraph) -> None:
+    def _note_use(self, slot: Slot, graph: CapturedGraph) -> None:
         self._latest[slot.key] = slot, graph
         self.newest, self._newest_key = graph, slot.key
 

@@ -71,7 +71,7 @@ def _module(source: Path, say: Say) -> ModuleType:
     about = (source.read_text(), platform.machine(), *_FLAGS)
     digest = hashlib.sha256("\0".join(about).encode()).hexdigest()[:12]
     name = f"{source.stem}-{digest}{suffix}.sealed"
-    module, reason = _kept(name, source.stem)
+    module, reason = _from_cache(name, source.stem)
     if module is None:
         if reason:
             say("compiled code in the cache is not used, and is compiled again", reason)
@@ -86,7 +86,7 @@ def _module(source: Path, say: Say) -> ModuleType:
     return module
 
 
-def _kept(name: str, module: str) -> tuple[ModuleType | None, str]:
+def _from_cache(name: str, module: str) -> tuple[ModuleType | None, str]:
     """The module that another process left, or why there is none to rely on; no reason where there is just none."""
     try:
         with open_folder(cache_directory(), "native") as folder:

@@ -87,7 +87,7 @@ class Layout:
 
     def once(self, place: int, tensor: Tensor) -> Tensor:
         """An input without the repetitions of an expanded dimension, which share one place in memory."""
-        return _once(tensor, self._expanded[place])
+        return _without_repeats(tensor, self._expanded[place])
 
     def _shape(self, place: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Size and strides that an output has for so many rows."""
@@ -108,7 +108,7 @@ def _expanded_dims(value: Tensor) -> list[int]:
     return [dim for dim, stride in enumerate(value.stride()) if known_equal(stride, 0)]
 
 
-def _once(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
+def _without_repeats(tensor: Tensor, expanded: Iterable[int]) -> Tensor:
     for dim in expanded:
         tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
     return tensor
@@ -191,8 +191,8 @@ class Padding(GraphProgram):
                 target = empty_for(source, *self._layout.shape(place, size))()
             cut[place] = target
             expanded = _expanded_dims(target)
-            targets.append(_once(target, expanded))
-            sources.append(_once(source, expanded))
+            targets.append(_without_repeats(target, expanded))
+            sources.append(_without_repeats(source, expanded))
         if targets:
             copier(target.dtype for target in targets)(targets, sources)
         if self._numbers is not None:

@@ -113,15 +113,15 @@ class MemoryOfPiece:
         self._originals = {copy: node for node, copy in copies.items()}
 
     def storages(self, node: Node) -> frozenset[Storage]:
-        return self._asked(self._aliases.storages, node)
+        return self._in_whole_graph(self._aliases.storages, node)
 
     def read_by(self, node: Node) -> frozenset[Storage]:
-        return self._asked(self._aliases.read_by, node)
+        return self._in_whole_graph(self._aliases.read_by, node)
 
     def written_by(self, node: Node) -> frozenset[Storage]:
-        return self._asked(self._aliases.written_by, node)
+        return self._in_whole_graph(self._aliases.written_by, node)
 
-    def _asked(self, question: Callable[[Node], frozenset[Storage]], node: Node) -> frozenset[Storage]:
+    def _in_whole_graph(self, question: Callable[[Node], frozenset[Storage]], node: Node) -> frozenset[Storage]:
         if node not in self._originals:  # an event that was added
             return frozenset()
         return frozenset((self._copies.get(owner, owner), index) for owner, index in question(self._originals[node]))

@@ -193,9 +193,9 @@ def _lost_and_won(before: dict[str, Any], after: dict[str, Any], previews: bool)
     has = Counter({site: len(lines) for site, lines in new.items()})
     lost, won = had - has, has - had
     left, taken = _slower(lost, old, after), _slower(won, new, before)
-    slower = [place | {"in": "second"} for place in _told(left, old, after)]
-    slower += [place | {"in": "first"} for place in _told(taken, new, before)]
-    return _told(lost - left, old, after), _told(won - taken, new, before), slower
+    slower = [place | {"in": "second"} for place in _with_reasons(left, old, after)]
+    slower += [place | {"in": "first"} for place in _with_reasons(taken, new, before)]
+    return _with_reasons(lost - left, old, after), _with_reasons(won - taken, new, before), slower
 
 
 def _common(sites: dict[Site, list[str]], other: dict[str, Any]) -> dict[Site, list[str]]:
@@ -248,7 +248,7 @@ def _code(line: str) -> str:
     return f"{place.partition(':')[0]}: {code}" if code else place
 
 
-def _told(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> list[dict[str, Any]]:
+def _with_reasons(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> list[dict[str, Any]]:
     """Places with the reason that the other report gives for not having them, where it gives one."""
     reasons: dict[Site, str] = {}
     for graph in other["graphs"]:

@@ -348,10 +348,10 @@ Link = dict[str, Any]
 def with_links(sentences: list[dict[str, Any]], data: dict[str, Any]) -> list[dict[str, Any]]:
     """The sentences, each with its links in the order of the text; none overlap."""
     known = _Known(data)
-    return [{**sentence, "links": _kept(known.links(sentence["text"]))} for sentence in sentences]
+    return [{**sentence, "links": _without_overlaps(known.links(sentence["text"]))} for sentence in sentences]
 
 
-def _kept(links: Iterator[Link]) -> list[Link]:
+def _without_overlaps(links: Iterator[Link]) -> list[Link]:
     kept: list[Link] = []
     for link in sorted(links, key=lambda each: (each["at"][0], -each["at"][1])):
         if not kept or kept[-1]["at"][1] <= link["at"][0]:

@@ -250,7 +250,7 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         return
     if fused:
         is_grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"])
-        is_lost = is_grown and not any(each.get("inlined") for each in _used(graphs))
+        is_lost = is_grown and not any(each.get("inlined") for each in _regions_in_use(graphs))
         lost = ", and it keeps the ops out of compiled code" if is_lost else ""
         yield _sentence(
             "plain",
@@ -435,14 +435,14 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The regions that Inductor compiled, their cost and gain, and the ops that stay outside."""
     tried = _records(graphs, _REGION)
-    used = _used(graphs)
+    used = _regions_in_use(graphs)
     is_preview = any(each["preview"] for graph in graphs for each in graph["rewrites"])
     seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
-        groups = [found for group in compilations(graphs) if (found := _used(group))]
+        groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
         gain = _gain(groups, is_preview)
         yield _sentence("plain" if _KEPT in gain else "good", f"{calls} ops run in {where}{within}. {gain}")
@@ -465,7 +465,7 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         yield _sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
 
 
-def _used(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _regions_in_use(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in _records(graphs, _REGION) if each["region"]]
 
 

@@ -163,7 +163,7 @@ def _fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
     return y, rstd
 
 
-def _named(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
+def _lifted_fused(x: Tensor, weight: Tensor | None, eps: float | None) -> Both:
     y, rstd = lifted(x, weight, float(torch.finfo(wide_dtype(x)).eps) if eps is None else eps, 0.0, False)
     return y, rstd
 
@@ -182,7 +182,7 @@ def _torch_rms_norm() -> Rule:
     return rule(
         NAME,
         _fused,
-        _named,
+        _lifted_fused,
         _examples,
         _one_dimension,
         requires=("_fused_rms_norm",),

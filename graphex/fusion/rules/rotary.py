@@ -98,7 +98,7 @@ def _lift(search: Callable[..., Tensor], *requires: str, interleaved: bool = Fal
 # -- query and key -----------------------------------------------------------------------------------------------------
 
 
-def _two(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _query_and_key(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The key comes first: it is the later of the two in a model, where the search begins."""
     return ops.rotary(k, cos, sin, interleaved), ops.rotary(q, cos, sin, interleaved)
 
@@ -114,7 +114,9 @@ def _examples_of_two() -> dict[str, Any]:
 
 
 def _join(interleaved: bool) -> Rule:
-    return rule("rotary_qk", _two, _joined, _examples_of_two, fixed={"interleaved": interleaved}, origin="default")
+    return rule(
+        "rotary_qk", _query_and_key, _joined, _examples_of_two, fixed={"interleaved": interleaved}, origin="default"
+    )
 
 
 RULES = (
