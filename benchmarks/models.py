@@ -1,15 +1,15 @@
 """Times inference of models that nobody tuned for: eager, Inductor and graphex in one run.
 
     PYTHONPATH=. python benchmarks/models.py [--models bert unet] [--seconds 480] [--warm] [--json rows.json]
-    PYTHONPATH=. python benchmarks/models.py --max-autotune --no-regions --clone-output-false
+    PYTHONPATH=. python benchmarks/models.py --max-autotune bert vit --no-regions --clone-output-false
     PYTHONPATH=. python benchmarks/models.py --device cpu --threads 1 2
     PYTHONPATH=. python benchmarks/models.py --from rows.json more.json  (the table of earlier runs)
 
 On CUDA the models are in bfloat16 with a batch of 8 (prompts: one of 1024 tokens), on the CPU smaller and in float32.
 Weights are random. Every row comes from a new process with empty compile caches. The rows of a model, and those of as
 many models as --together allows, compile side by side; then they take turns to be timed, alone, so that a machine that
-becomes slower does so for all of them. graphex measures choices while it compiles, so use --together 1 where exact
-compile times and choices matter: one row at a time.
+becomes slower does so for all of them. Kernels that Inductor or graphex try while they compile are timed by one row at
+a time. Compile times are those of a row alone with --together 1.
 
 `ms` is the median time of a call in a row of calls whose results are dropped; `x Inductor` is that time divided by the
 best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `host ms` is the median
@@ -27,6 +27,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(", ".join(f"{name} {about[name]}" for name in PACKAGES), flush=True)
     names, remarks = available(options.models or [name for name in USUAL if device == "cpu" or name not in CPU_ONLY])
     settings = [setting for name in names for setting in settings_of(name, device, options)]
-    return told(measured(jobs(settings, variants(device, options)), options), remarks)
+    return told(measured(jobs(settings, variants(device, options), options.max_autotune), options), remarks)
 
 
 def told(rows: Rows, remarks: list[str]) -> int:
@@ -91,7 +92,13 @@ def parser() -> argparse.ArgumentParser:
         "--from", nargs="+", type=Path, dest="earlier", metavar="JSON", help="measure nothing: show these"
     )
     made.add_argument("--variants", nargs="+", choices=tuple(MODEL_VARIANTS), help="these and no others")
-    made.add_argument("--max-autotune", action="store_true", help="rows of that mode, of Inductor and of graphex")
+    made.add_argument(
+        "--max-autotune",
+        nargs="*",
+        choices=tuple(MODELS),
+        metavar="MODEL",
+        help="rows of that mode, of Inductor and of graphex, of these models or of all",
+    )
     made.add_argument("--no-regions", action="store_true", help="rows of graphex with regions=False")
     made.add_argument("--clone-output-false", action="store_true", help="rows of graphex with clone_output=False")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -124,17 +131,20 @@ def settings_of(name: str, device: str, options: argparse.Namespace) -> list[Set
 
 def variants(device: str, options: argparse.Namespace) -> list[Variant]:
     """The chosen variants. On the CPU, reduce-overhead is Inductor's default by another name."""
+    autotuned = [] if options.max_autotune is None else [AUTOTUNE, GRAPHEX_AUTOTUNE]
     if options.variants:
-        return [MODEL_VARIANTS[name] for name in options.variants]
+        return [*(MODEL_VARIANTS[name] for name in options.variants), *autotuned]
     found = [EAGER, DEFAULT, REDUCE, GRAPHEX] if device == "cuda" else [EAGER, DEFAULT, GRAPHEX]
     found += [GRAPHEX_NO_REGIONS] if options.no_regions else []
     found += [GRAPHEX_NO_CLONE] if options.clone_output_false else []
-    return found + ([AUTOTUNE, GRAPHEX_AUTOTUNE] if options.max_autotune else [])
+    return found + autotuned
 
 
-def jobs(settings: list[Setting], chosen: list[Variant]) -> list[Job]:
-    """The rows model by model, those that compile alone at the end."""
-    every = [Job(setting, variant) for setting in settings for variant in chosen]
+def jobs(settings: list[Setting], chosen: list[Variant], autotuned: Sequence[str] | None = None) -> list[Job]:
+    """The rows model by model, those that time kernels at the end: of some models, if these are named."""
+    every = [Job(setting, variant) for setting in settings for variant in dict.fromkeys(chosen)]
+    if autotuned:
+        every = [job for job in every if not job.variant.autotunes or job.setting.model in autotuned]
     return sorted(every, key=lambda job: job.variant.autotunes)
 
 
@@ -150,6 +160,7 @@ def measured(every: list[Job], options: argparse.Namespace) -> Rows:
         turns=options.turns,
         timing=timing,
         patience=patience,
+        in_turn=True,
     )
     for job in measure(every, rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))

@@ -16,9 +16,13 @@ import gc
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from fcntl import LOCK_EX, flock
+from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
         torch.set_num_threads(setting.threads)
     for package in MODELS[setting.model].packages:
         import_module(package)
+    time_kernels_in_turn(Turn(reference.with_name("device")), variant)
     if variant.backend == "graphex":
         import_module("graphex.backend")  # a part of the start, as Inductor's modules are
         import_module("torch._inductor.compile_fx")  # of graphex's rows too: it compiles the regions
@@ -65,6 +70,41 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
         hosts += [on_host(lambda: subject.call(run))] if setting.device == "cuda" else []
         times = {"pipelined": statistics.median(samples), "best": min(samples)}
         yield {**times, "host": statistics.median(hosts or [0.0]), **facts}
+
+
+def time_kernels_in_turn(turn: Turn, variant: Variant) -> None:
+    """Have Inductor and graphex time kernels, while they compile, only when no other worker does."""
+    if variant.backend is None:
+        return
+    kinds = [import_module("torch._inductor.runtime.benchmarking").Benchmarker]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "benchmark_gpu" in vars(kind):
+            kind.benchmark_gpu = turn.awaited(kind.benchmark_gpu)
+    if not variant.stock and find_spec("triton") is not None:
+        tuning: Any = import_module("graphex.kernels.tuning")
+        tuning.seconds_on_device = turn.awaited(tuning.seconds_on_device)
+
+
+class Turn:
+    """A file that one process at a time holds; calls within calls of it hold it already."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._depth, self._mine = path, 0, threading.RLock()
+
+    def awaited(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with self._mine, self._path.open("w") as held:
+                self._depth += 1
+                try:
+                    if self._depth == 1:
+                        flock(held, LOCK_EX)
+                    return call(*args, **kwargs)
+                finally:
+                    self._depth -= 1
+
+        return alone
 
 
 def compiled_facts(run: Callable[..., Any], variant: Variant, setting: Setting) -> dict[str, Any]:

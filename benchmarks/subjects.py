@@ -65,7 +65,7 @@ class Case:
 
     make: Callable[[Setting], Subject]
     packages: tuple[str, ...] = ()
-    gib: float = 4.0
+    gib: float = 3.0
     layers: int = 0
     slow: float = 1.0
 

@@ -1,11 +1,13 @@
 """Times training steps: eager, Inductor, graphex, and graphex's `train_step`, in one run.
 
     PYTHONPATH=. python benchmarks/training.py [--models gpt2 unet] [--variants graphex train_step] [--seconds 480]
-    PYTHONPATH=. python benchmarks/training.py --batches small           # where launches take the time
+    PYTHONPATH=. python benchmarks/training.py --batches middle small --together 24 --seconds 300
     PYTHONPATH=. python benchmarks/training.py --tiny                    # on the CPU: to try the command
 
 A step is forward, loss, backward, AdamW (fused on CUDA) and zeroing, in autocast bfloat16 on CUDA. Every row comes from
-a new process with empty compile caches; the rows of a model compile side by side, then take turns to be timed alone.
+a new process with empty compile caches; `--together` rows (without it those of a model and a batch) compile side by
+side, then take turns to be timed alone. Small batches are those where launches take the time. Rows for which the time
+does not suffice are left out and named.
 
 `ms` is the median time of a step in a row of steps; `x reduce` is that time divided by reduce-overhead's; `peak MiB` is
 the peak device memory while stepping, with weights, optimizer state and the pools of captured graphs; `x peak` is that
@@ -19,6 +21,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,8 +84,8 @@ class Job:
     @property
     def bytes(self) -> int:
         case = MODELS[self.setting.model]
-        part = 1 if self.setting.batch == case.batches[-1] else 0.5
-        return int(case.gib * part * 2**30) if self.setting.device == "cuda" else 0
+        gib = case.gib if self.setting.batch == case.batches[-1] else case.less
+        return int(gib * 2**30) if self.setting.device == "cuda" else 0
 
     def row(self, facts: dict[str, Any], **about: Any) -> Row:
         return Row(self.setting, self.variant.name, **about, **facts)
@@ -116,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"training steps on {device}. {machine()}", flush=True)
     absent = {name for name in options.models if any(not _is_there(each) for each in MODELS[name].packages)}
-    settings = [each for name in options.models if name not in absent for each in settings_of(name, device, options)]
+    settings = settings_of([name for name in options.models if name not in absent], device, options)
     chosen = [TRAINING_VARIANTS[name] for name in options.variants]
     rows = Rows(options.json)
     plan = Plan(
@@ -124,7 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
         options.together or len(chosen),
         say=_to_stderr,
         turns=options.turns,
-        timing=2.0 * options.turns,
+        timing=1.0 * options.turns,
+        patience=options.patience,
+        room=_room(device),
     )
     for job in measure([Job(setting, variant) for setting in settings for variant in chosen], rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
@@ -145,17 +150,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seconds", type=float, default=900, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
+    made.add_argument("--patience", type=float, default=600, help="a row that compiles for longer is left out")
     made.add_argument("--turns", type=int, default=2, help="times that each row of a group is measured")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
     made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
     return made
 
 
-def settings_of(name: str, device: str, options: argparse.Namespace) -> list[Setting]:
+def settings_of(names: Sequence[str], device: str, options: argparse.Namespace) -> list[Setting]:
+    """All models with the first of the batches that were asked for, then all with the next: rows for which there is no
+    time are those of a batch.
+    """
     if device == "cpu":
-        return [Setting(name, "tiny" if options.tiny else "cpu", 2, "float32", "cpu", 1)]
-    sizes = zip(BATCHES, MODELS[name].batches, strict=True)
-    return [Setting(name, batch=batch) for size, batch in sizes if size in options.batches]
+        return [Setting(name, "tiny" if options.tiny else "cpu", 2, "float32", "cpu", 1) for name in names]
+    places = [BATCHES.index(size) for size in options.batches]
+    return [Setting(name, batch=MODELS[name].batches[place]) for place in places for name in names]
 
 
 def table(rows: Rows) -> str:
@@ -194,6 +203,10 @@ def missed(rows: Rows) -> list[str]:
                 where = f"{row.setting.model} {row.setting.batch}, {row.variant}"
                 found.append(f"missed: {where}: {what} {ratio:.3f} of reduce-overhead's, at most {limit:.2f}")
     return found
+
+
+def _room(device: str) -> int:
+    return int(0.85 * torch.cuda.get_device_properties(0).total_memory) if device == "cuda" else 0
 
 
 def _is_there(package: str) -> bool:

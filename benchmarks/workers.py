@@ -198,11 +198,13 @@ class Plan:
 
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
-    records either. With `warm`, a second process compiles each row again with the caches of the first, and the row
-    gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so that a machine that
-    becomes slower does so for all of them: the worker answers each with its figures so far. No group is started that
-    would not end by `end`; `timing` estimates the seconds for which a row is measured alone. A row that compiles for
-    more than `patience` seconds is ended, so that the others of its group are measured.
+    records either. With `in_turn` their workers time kernels one at a time, so that they compile beside each other
+    too, though not beside other rows. With `warm`, a second process compiles each row again with the caches of the
+    first, and the row gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so
+    that a machine that becomes slower does so for all of them: the worker answers each with its figures so far. No
+    group is started that would not end by `end`; `timing` estimates the seconds for which a row is measured alone.
+    A row that compiles for more than `patience` seconds is ended, so that the others of its group are measured.
+    `room` is the device memory, in bytes, that a group may fill.
     """
 
     end: float
@@ -214,11 +216,13 @@ class Plan:
     turns: int = 1
     timing: float = 8.0
     patience: float = math.inf
+    room: int = ROOM
+    in_turn: bool = False
 
 
 def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
     """Adds the jobs' rows to the store, in this order; returns the jobs for which there was no time."""
-    groups = list(_groups(list(jobs), plan.together))
+    groups = list(_groups(list(jobs), plan))
     left: list[Task[R]] = []
     running: list[Worker[R]] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
@@ -313,12 +317,13 @@ def _side_by_side(workers: list[Worker[R]], end: float) -> None:
         worker.answer(end)
 
 
-def _groups(jobs: list[Task[R]], together: int) -> Iterator[list[Task[R]]]:
-    """Neighbouring jobs that may compile in parallel, at most `together`, if the device has room for them."""
+def _groups(jobs: list[Task[R]], plan: Plan) -> Iterator[list[Task[R]]]:
+    """Neighbouring jobs that may compile in parallel, at most `plan.together`, if the device has room for them."""
     group: list[Task[R]] = []
     for job in jobs:
-        alone = job.variant.autotunes or (group and group[0].variant.autotunes)
-        if group and (alone or len(group) == together or sum(each.bytes for each in (*group, job)) > ROOM):
+        times_kernels = {each.variant.autotunes for each in (*group, job)}
+        alone = len(times_kernels) > 1 or (True in times_kernels and not plan.in_turn)
+        if group and (alone or len(group) == plan.together or sum(each.bytes for each in (*group, job)) > plan.room):
             yield group
             group = []
         group.append(job)

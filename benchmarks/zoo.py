@@ -203,12 +203,12 @@ USUAL = {
     "convnext": Case(of_torchvision("convnext_tiny", layer_scale=0.1), VISION),
     "swin": Case(of_torchvision("swin_t"), VISION, slow=1.5),
     "unet": Case(_unet),
-    "llama": Case(_llama, HF, gib=6),
+    "llama": Case(_llama, HF, gib=5),
     "whisper": Case(_whisper, HF),
-    "moe": Case(_mixtral, HF, gib=6),
+    "moe": Case(_mixtral, HF, gib=5),
     "mlp": Case(_mlp),
     "conformer": Case(_conformer),
-    "bert-large": Case(_bert_large, HF, gib=8, layers=24, slow=2.0),
+    "bert-large": Case(_bert_large, HF, gib=6, layers=24, slow=2.0),
     "resnet": Case(_resnet),
 }
 MODELS = {**USUAL, **WIDER}

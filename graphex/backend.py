@@ -25,7 +25,7 @@ from graphex.frontend.origin import origin_of
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
-from graphex.runtime.native import get_ready_meanwhile
+from graphex.runtime.native import load_in_background
 from graphex.torch_private import dynamo
 from graphex.torch_private.aot import is_compiled_ahead
 from graphex.torch_private.frames import compiled_frame
@@ -121,7 +121,7 @@ def _checked(custom_decompositions: object) -> Decompositions:
 
 
 def compile_fx(gm: GraphModule, example_inputs: Sequence[Any] | None = None, options: Any = None) -> Callable[..., Any]:
-    """Compile an ATen graph: for people who call AOTAutograd themselves, and for exported programs.
+    """Compile an ATen graph: that of your own call of AOTAutograd, or of an exported program.
 
     The result takes what `gm` takes and returns what `gm` returns, so it can serve as a `fw_compiler`.
     """
@@ -183,7 +183,7 @@ def _compile(
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
     compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm), store=store)
     if kernel_runtime() is not None:
-        get_ready_meanwhile(journal)
+        load_in_background(journal)
     if journal.history is not None:
         journal.history.name_inputs(compilation.compile_id, [readable_path(name) for name in dynamo.input_sources(gm)])
     if compilation.files.wanted:

@@ -238,7 +238,7 @@ class Folder:
         self._descriptor = descriptor
 
     def read(self, name: str) -> bytes:
-        """The content of a file; FileNotFoundError without one, UntrustedError if someone else may have written it."""
+        """The content of a file; FileNotFoundError without one, UntrustedError if another user may have written it."""
         with self._opened(name, os.O_RDONLY) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > LARGEST:
@@ -399,7 +399,7 @@ def sealed(content: bytes) -> bytes:
 
 
 def unsealed(data: bytes) -> bytes:
-    """The content of what was sealed. Raises ValueError if it is not what it was."""
+    """The content of a sealed file. Raises ValueError if it was cut off or damaged."""
     seal, _, content = data.partition(b"\n")
     if seal != hashlib.sha256(content).hexdigest().encode():
         raise ValueError("its content is not what was written")

@@ -316,16 +316,15 @@ class KernelsPlanned(Record):
 
 @dataclass(frozen=True)
 class RegionCompiled(Record):
-    """A part of a graph that Inductor compiled, or that is like one it had compiled (reused). One that was slower than
-    its nodes one by one is not used (slower).
+    """A part of a graph that Inductor compiled. `status` is compiled, reused (it is like one that was compiled), loaded
+    (from the cache on disk) or slower (than its nodes one by one, so that these run).
 
-    One that came from the cache on disk is loaded. `nodes` counts all of it, `calls` what launches a kernel in eager,
-    `generated` the calls that Inductor writes code for, `fused_ops` those of graphex inside. `kernels` are the names of
-    the kernels in the generated code. `inlined` are fused ops whose formula is part of these kernels, because there was
-    code to join it with. `seconds` is the time of compiling; the other two are those of a call, 0 where they were not
-    measured, and `doubtful` if something else kept the machine busy meanwhile.
-    `autotuned`: Inductor has tried several kernels for each product and convolution (`mode="max-autotune"`).
-    `split_products` counts large products of odd width that are computed in two parts, because of their alignment.
+    `nodes` counts all of it, `calls` the nodes that launch a kernel in eager, `generated` those that Inductor writes
+    code for, `fused_ops` those of graphex. `kernels` are the names of the kernels in the generated code; `inlined` are
+    fused ops whose formula is part of these kernels. `seconds` is the time of compiling; `seconds_compiled` and
+    `seconds_single` are those of a call, 0 where they were not measured, and `doubtful` if something else kept the
+    machine busy meanwhile. `autotuned`: Inductor has tried several kernels for each product and convolution
+    (`mode="max-autotune"`). `split_products` counts large products of odd width that are computed in two parts.
     """
 
     kind: ClassVar[str] = "region"
@@ -491,9 +490,8 @@ class Journal:
     deadlock_checks = Of(DeadlockChecked)
     verifications = Of(Verified)
 
-    write_report: ClassVar[
-        Callable[[Journal, str, Path], None]
-    ]  # on one compilation; `graphex/__init__.py` provides it
+    # The report on one compilation; `graphex/__init__.py` provides the function.
+    write_report: ClassVar[Callable[[Journal, str, Path], None]]
 
     def __init__(self) -> None:
         self.rank, _ = rank_and_size()
@@ -546,12 +544,12 @@ class Journal:
 
     @property
     def rewrites(self) -> list[Rewrote]:
-        """What rules did in the graphs that run, without what verification undid."""
+        """The rewrites in the graphs that run, without those that verification undid."""
         return list(filter(self.is_kept, self.of(Rewrote)))
 
     @property
     def rules(self) -> list[RuleTried]:
-        """How often each rule applied in the graphs that run, without what verification undid."""
+        """How often each rule applied in the graphs that run, without rewrites that verification undid."""
         return list(filter(self.is_kept, self.of(RuleTried)))
 
     @property
@@ -567,7 +565,7 @@ class Journal:
         return name
 
     def is_kept(self, record: Rewrote | RuleTried) -> bool:
-        """Whether what a rule did is part of what runs: verification neither replaced nor undid it."""
+        """Whether the work of a rule is part of a graph that runs: verification neither replaced nor undid it."""
         if record.graph in self.replaced:
             return False
         undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]

@@ -124,8 +124,8 @@ def can_raise(node: Node) -> bool:
     return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _never_divides_by_zero(node)))
 
 
-def what_raises(node: Node) -> str:
-    """What makes a node raise that can: ``an index or a number out of range``."""
+def cause_of_raising(node: Node) -> str:
+    """Why a node that can raise does: ``an index or a number out of range``."""
     op = operator_of(node)
     if op is not None and _is_division(op):
         return "an integer that is divided by zero"

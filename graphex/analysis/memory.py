@@ -151,7 +151,7 @@ def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
         elif isinstance(what, Sync):
             (clocks.record if what.kind == "record" else clocks.wait)(what.what, what.stream)
         asked = [*held, *dying.get(node, ())] if isinstance(what, Sync) else dying.get(node, [])
-        going = [value for value in asked if _nobody_else_runs(memory.storages(value), used, clocks)]
+        going = [value for value in asked if _is_used_no_more(memory.storages(value), used, clocks)]
         if going:
             free[node] = going
         if isinstance(what, Sync):
@@ -160,7 +160,7 @@ def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
     return free
 
 
-def _nobody_else_runs(storages: frozenset[Storage], used: dict[Storage, dict[Stream, int]], clocks: Clocks) -> bool:
+def _is_used_no_more(storages: frozenset[Storage], used: dict[Storage, dict[Stream, int]], clocks: Clocks) -> bool:
     """Whether the streams that own some memory have waited for every use of it."""
     return all(
         clocks.knows(placement(owner), stream, position)

@@ -104,7 +104,7 @@ class SeenStrides:
             if not unsure.isdisjoint(node.all_input_nodes) and _may_have_ones(value):
                 self._in_doubt.add(node)
                 unsure.add(node)
-            elif _is_turned(value):
+            elif _may_be_transposed(value):
                 unsure.add(node)
         if self._in_doubt:
             self._shown.update(leaf for node in nodes if node.op == "output" for leaf in node_leaves(node.args))
@@ -123,10 +123,10 @@ def _may_have_ones(value: object) -> bool:
     return isinstance(value, Tensor) and not all(known_true(size != 1) for size in value.shape)
 
 
-def _is_turned(value: object) -> bool:
+def _may_be_transposed(value: object) -> bool:
     """Whether a tensor, or one of several, may not lie in memory row by row."""
     if isinstance(value, (list, tuple)):
-        return any(map(_is_turned, value))
+        return any(map(_may_be_transposed, value))
     return isinstance(value, Tensor) and (value.layout != torch.strided or not known_contiguous(value))
 
 

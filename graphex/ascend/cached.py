@@ -135,7 +135,7 @@ def _rank_folder(ranks: Mapping[str, int | None]) -> list[str]:
 
 
 def readable_cache(cache_bin: str | Path, print_output: bool = True, file: str | Path | None = None) -> str:
-    """What is kept in a folder `compiled_module`, or in one file of it, as text: keys, options, graphs, code."""
+    """The content of a folder `compiled_module`, or of one file in it, as text: keys, options, graphs, code."""
     path = Path(cache_bin)
     if path.is_symlink() or not path.exists():
         raise InputError(f"'{path}' is {'a link' if path.is_symlink() else 'not there'}.")

@@ -47,7 +47,7 @@ class Text(Kind["str | None"]):
 
 
 class Optional(Kind[Any]):
-    """None, or what another kind allows."""
+    """None, or a value that another kind allows."""
 
     def __init__(self, kind: Kind[Any]) -> None:
         self.kind = kind

@@ -367,7 +367,7 @@ class NPUGraph:
 def graph(
     npu_graph: NPUGraph, pool: PoolHandle | None = None, stream: Any = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
-    """Capture what the block launches."""
+    """Capture the launches of the block."""
     gc.collect()
     npu_graph.capture_begin(pool, capture_error_mode)
     try:

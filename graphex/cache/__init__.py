@@ -10,6 +10,5 @@
                 one of these, without AOTAutograd
 
 A graph is looked up when Dynamo hands it over, and again when AOTAutograd does. On a hit no pass, no rule, no compiler
-and no measurement runs.
-What cannot be told apart by a key is not stored, and a record says why.
+and no measurement runs. A graph that no key can tell from others is not stored, and a record says why.
 """

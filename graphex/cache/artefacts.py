@@ -73,7 +73,7 @@ _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, M
 
 @dataclass(frozen=True)
 class CodeData:
-    """What Inductor made of regions that are alike. `known` are settings that spare it work when the code is loaded."""
+    """Inductor's code for regions that are alike. `known` are settings that spare it work when the code is loaded."""
 
     packed: bytes
     known: dict[str, Any]
@@ -123,7 +123,7 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of a graph as AOTAutograd gave it: its constants, and the trace and line of each node.
+    """A graph as AOTAutograd gave it: its constants, and the trace and line of each node.
 
     A process that loads a saved function has none of these nodes, and no lines.
     """
@@ -417,7 +417,7 @@ def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> Regio
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:
-    """What a new process replies."""
+    """The reply of a new process."""
     with tempfile.TemporaryDirectory(prefix="graphex-regions-", ignore_cleanup_errors=True) as folder:
         here = Path(folder)
         (here / REQUEST).write_bytes(pickle.dumps((bodies, patches)))
@@ -451,7 +451,7 @@ def _end_all() -> None:
 
 
 def serve(where: str) -> None:
-    """Compile what is requested in a folder, and leave the reply there."""
+    """Compile the regions that are requested in a folder, and leave the reply there."""
     folder = Path(where)
     bodies, patches = pickle.loads((folder / REQUEST).read_bytes())
     reply: Reply = []

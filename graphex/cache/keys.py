@@ -107,7 +107,7 @@ def key_of(
 
 
 def key_parts(devices: Sequence[str], config: CompilerConfig, decompositions: Mapping[Any, Any], phase: str) -> Parts:
-    """What a compiled graph depends on besides the graph it is made of."""
+    """The parts of a key besides the graph itself."""
     parts: Parts = {**machine_of(devices), **_process(config)}
     parts["options"] = {
         option: repr(value) for option, value in config.as_dict().items() if option not in _NO_PART_OF_KEY
@@ -121,7 +121,7 @@ def key_parts(devices: Sequence[str], config: CompilerConfig, decompositions: Ma
 
 
 def _noted(gm: GraphModule, node: Node) -> object:
-    """What counts at a node and is not on it as data: the content of a constant, the writes of the program."""
+    """Facts that count at a node and are not on it as data: the content of a constant, the writes of the program."""
     if node.op == "get_attr":
         value = attribute_of(gm, str(node.target))
         return fingerprint(value.detach() if isinstance(value, Tensor) else value)
@@ -182,7 +182,7 @@ def _version(package: str) -> str:
 
 
 def machine_of(devices: Sequence[str]) -> Parts:
-    """What compiles, and the devices that it compiles for."""
+    """The versions of everything that compiles, and the devices that it compiles for."""
     return {**_machine(), "devices": {name: _device(name) for name in devices}}
 
 

@@ -188,7 +188,7 @@ class _Hasher:
                 self._say("empty")
 
     def _surroundings(self, function: FunctionType) -> None:
-        """What the names in a function stand for."""
+        """The values that the names in a function stand for."""
         names = _names(function.__code__)
         if asks := next((name for name in names if name in _PROCESS), None):
             raise NoFingerprintError(f"'{_name(function)}' uses '{asks}', and what that gives is not known")

@@ -70,7 +70,7 @@ _TRIED = ("cpu", "cuda")  # devices on which graphs were loaded and compared wit
 
 @dataclass
 class Search:
-    """What the cache has for a graph. `made` is the graph that was stored; None where it is to be compiled.
+    """A search for a graph in the cache. `made` is the graph that was stored; None where it is to be compiled.
 
     `artefact` is what was loaded, or kept; None, with a reason, if the graph cannot be stored.
     """
@@ -226,7 +226,7 @@ def made_here(artefact: Artefact, given: Given, mode: FakeTensorMode, compilatio
 
 
 def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
-    """Ask of the sizes what compiling has asked of them; what they do not fulfil, if anything."""
+    """Check the sizes of a call against the guards of a stored graph; the first that does not hold, if any."""
     if not guards:
         return None
     return guards[0] if mode.shape_env is None else add_guards(mode.shape_env, guards)
@@ -314,7 +314,7 @@ class Found:
 
 @dataclass
 class CallSearch:
-    """What the cache has for a call: a graph, or the two of a training step; nothing, with a reason, without them."""
+    """A search for a call in the cache: it finds a graph, or the two of a training step, or nothing, with a reason."""
 
     compilation: Compilation
     gm: GraphModule | None = None
@@ -407,7 +407,7 @@ def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCal
 
 
 def _given(call: StoredCall, artefact: Artefact, nodes: list[Node]) -> Given:
-    """What AOTAutograd would say of its nodes: lines are those of Dynamo's."""
+    """The graph as AOTAutograd would give it, with the source lines of Dynamo's nodes."""
     traces = ["" if place < 0 else str(nodes[place].meta.get(TRACE) or "") for place in call.places]
     found = ["" if place < 0 else node_line(nodes[place]) for place in call.places]
     lines = [here or before for here, before in zip(found, artefact.lines, strict=True)]
@@ -497,7 +497,7 @@ class _DynamoPacker(Packer):
         return found
 
     def _about(self, node: Node, value: Any) -> Any:
-        """What the fake value of an input does not say, and what AOTAutograd asks of the real one."""
+        """Facts about an input that its fake value does not have, and that AOTAutograd asks of the real one."""
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             return "number"
         if (

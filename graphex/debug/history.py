@@ -67,7 +67,7 @@ def device_ops_of(node: Node, aliases: Aliases) -> DeviceOps:
 
 
 def _given(node: Node) -> int:
-    """1, but for what stands for a call of attention that was lifted before there was a graph: the op, and a copy."""
+    """The ops of the model as given: 1, but for the nodes of a call of attention that was lifted before tracing."""
     decided = decided_about(node)
     if decided is None or decided.refusal:
         return 1

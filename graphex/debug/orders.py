@@ -116,7 +116,7 @@ class Program:
         self._like: dict[Node, Any] = {}
 
     def preference(self, number: int, chance: random.Random) -> Callable[[list[Step]], Step]:
-        """How an order chooses among what may run: each stream first once, last once, then at random."""
+        """How an order chooses among the steps that may run: each stream first once, last once, then at random."""
         streams = list(self.streams)
         chance.shuffle(streams)
         if number < 2 * len(streams):

@@ -378,7 +378,7 @@ def why_not_verified(gm: GraphModule) -> str:
 
 
 def _why_not_comparable(gm: GraphModule) -> str:
-    """Memory that nobody has written has other contents every time."""
+    """Why two runs may differ: uninitialised memory has other contents every time. Empty: they may not."""
     aliases = Aliases(gm.graph)
     for node in gm.graph.nodes:
         op = operator_of(node)

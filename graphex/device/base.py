@@ -168,14 +168,14 @@ class Device:
         return True
 
     def follow(self, stream: Any) -> None:
-        """Let the current stream wait for what has been given to another one, named by `stream()` there."""
+        """Let the current stream wait for the work of another one, by the name that `stream()` gives it there."""
 
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured by other code. Asked in every call, as `stream` is."""
         return False
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """How long the device works on what `run` gives to it."""
+        """The seconds that the device works on a call of `run`."""
         started = time.perf_counter()
         run()
         return time.perf_counter() - started

@@ -261,7 +261,7 @@ def restorers(value: Any) -> Iterator[Restorer]:
 
 
 def _kept(read: Callable[[], list[Any]], write: Callable[[list[Any]], object]) -> Restorer:
-    """Writes what `read` gives now, if it gives other objects then."""
+    """A function that puts the objects back that `read` gives now, if it gives others by then."""
     kept = read()
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""What a caller can see of a call: its result, its arguments, and everything that the model keeps.
+"""The effects of a call that its caller can see: its result, its arguments, and everything that the model keeps.
 
     before = SavedState({"model": model})
     result = model(*args)
@@ -182,7 +182,7 @@ class SavedState:
                 memory.restore()
 
     def observe(self, roots: Mapping[str, Any]) -> Observation:
-        """What can be reached from the roots now, on copies."""
+        """Everything that can be reached from the roots now, on copies."""
         copies = {begin: memory.copy for begin, memory in self._memory.items() if not memory.is_changed}
         owners: dict[int, str] = {}
         seen: Observation = {}

@@ -118,7 +118,7 @@ def _compile_flat(
 
 
 def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilation: Compilation) -> Compiled:
-    """What was found in the cache, as Dynamo calls it."""
+    """The programs from the cache, as Dynamo calls them."""
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs
@@ -141,9 +141,9 @@ def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) ->
     is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
     if not is_on_gpu or not has_triton():
         return
-    from graphex.kernels.compiled import begin_meanwhile
+    from graphex.kernels.compiled import start_triton
 
-    begin_meanwhile()
+    start_triton()
     if compilation.config.regions is True and regions_enabled() and (reason := start_compilers()):
         compilation.fall_back("-", "the kernels of regions are compiled in this process, one by one", reason)
 

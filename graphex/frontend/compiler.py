@@ -35,14 +35,14 @@ from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import CacheAsked, GraphCompiled, Journal, KernelsPlanned, Verified
 from graphex.regions.compiler import settings
-from graphex.rewrite.base import correct_layouts, stamp_origins
 from graphex.rewrite.compilation import Compilation, Origin
+from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.fast_replay import Bypass, Compiled
-from graphex.runtime.native import get_ready_meanwhile
+from graphex.runtime.native import load_in_background
 from graphex.runtime.program import DebugTools, ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (
@@ -79,7 +79,7 @@ class Executables(NamedTuple):
 
 
 def _import_kernels() -> None:
-    """Import what kernels need, where torch is built for GPUs: the first call is not to wait for it.
+    """Import the modules that kernels need, where torch is built for GPUs: the first call is not to wait for them.
 
     Triton itself imports the last one when the first kernel gets its arguments.
     """
@@ -324,7 +324,7 @@ class Portable:
         compilation = Compilation(config, journal, "-", origin=self.origin)
         name = compilation.name_graph("inference")
         if kernel_runtime() is not None:
-            get_ready_meanwhile(journal)
+            load_in_background(journal)
 
         def report(what: str, reason: str, line: str) -> None:
             compilation.fall_back(name, what, reason, line=line)

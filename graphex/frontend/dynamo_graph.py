@@ -159,7 +159,7 @@ _PURE: frozenset[Any] = frozenset(
 
 
 def known_masks(calls: list[Node]) -> dict[Node, str]:
-    """What the masks of these calls of attention are, where that is known: `ALL` or `CAUSAL`."""
+    """The kind of mask of each of these calls of attention, where it is known: `ALL` or `CAUSAL`."""
     masks = {call: call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None) for call in calls}
     kinds = {mask: _kind(mask) for mask in masks.values() if isinstance(mask, Node)}
     return {call: kinds[mask] for call, mask in masks.items() if isinstance(mask, Node) and kinds[mask]}

@@ -20,8 +20,8 @@ from graphex.errors import InputError, PassError, one_line
 from graphex.frontend.compiler import Executables, compile_graph
 from graphex.passes.updates import note_program_writes
 from graphex.records import Journal
-from graphex.rewrite.base import propagate_values
 from graphex.rewrite.compilation import Compilation
+from graphex.rewrite.metadata import propagate_values
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.memory import UNMARKED, is_plain, marks_of
 from graphex.torch_private.symbolic import (

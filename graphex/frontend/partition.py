@@ -31,8 +31,8 @@ from graphex.env import regions_enabled
 from graphex.frontend.compiler import ACTIVATIONS, compile_joint
 from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack
-from graphex.rewrite.base import inherit_all
 from graphex.rewrite.compilation import Compilation
+from graphex.rewrite.metadata import inherit_all
 from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
 from graphex.torch_private.graphs import copy_module
 

@@ -1,4 +1,4 @@
-"""One spelling for what a node calls, so that a pattern has to know only one.
+"""One spelling for each call of a node, so that a pattern has to know only one.
 
     view(x, [-1, 8])  reshape(x, [4, 8])  _unsafe_view(x, [4, 8])    ->  reshape(x, shape=(4, 8))
     _to_copy(x, dtype=float32)  _npu_dtype_cast(x, float32)          ->  cast(x, dtype=float32)

@@ -32,7 +32,8 @@ from graphex.fusion.patterns import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.ops import SPECS, has_kernel
 from graphex.records import NearMiss, RuleTried
-from graphex.rewrite.base import Refusal, Work, evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}
@@ -373,7 +374,7 @@ def splice(gm: GraphModule, plan: FusionPlan, site: Site, mode: FakeTensorMode) 
 
 
 def _begins_to_share(gm: GraphModule, plan: FusionPlan) -> Refusal | None:
-    """A result that lies in memory of an argument, or of another result, where it did not: someone may see a write."""
+    """A result that begins to share memory with an argument, or with another result: a write would show in both."""
     replacement, outputs = plan.replacement, plan.outputs
     found = [(index, plan.inputs[place], "its argument") for index, place in replacement.shared_with_inputs]
     found += [(index, outputs[other], f"result {other}") for index, other in replacement.shared_results]

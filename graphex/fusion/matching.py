@@ -217,7 +217,7 @@ def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> s
         if stranger is None:
             continue
         if is_kernel(node) and not node.meta.get(MERGED):
-            while stranger in staying:  # say who is behind it
+            while stranger in staying:  # name the user behind it
                 node, stranger = stranger, next(u for u in stranger.users if u in staying or not _within(u, inside))
             said = f"'{node.name}' would disappear, and it is also {used_by(stranger)}"
             return Refusal(said, node, _KEPT.get(rule.origin, ""))

@@ -299,7 +299,7 @@ def _whole_numbers(
     start, end = numbers if dtype.is_signed else (max(numbers[0], 0), numbers[1])
     found = torch.randint(start, end, shape, generator=generator)
     if start < 0:
-        found[found == 0] = 3  # whoever divides by them must not fail
+        found[found == 0] = 3  # a function may divide by them
     return found.to(dtype)
 
 

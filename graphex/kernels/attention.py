@@ -105,7 +105,7 @@ class New(NamedTuple):
     cast_first: bool
 
     def argument(self) -> tuple[Tensor | int | float | None, ...]:
-        """What the kernel takes."""
+        """The token, as the kernel takes it."""
         rows = (*steps(self.key)[:2], *steps(self.value)[:2])
         norm = (*self.gains, self.eps, self.offset)
         return self.key, self.value, self.cos, self.sin, self.place, steps(self.cos)[0], *rows, *norm
@@ -118,7 +118,7 @@ class Pages(NamedTuple):
     lengths: Tensor
 
     def argument(self) -> tuple[Tensor | int, ...]:
-        """What the kernel takes."""
+        """The pages, as the kernel takes them."""
         return self.numbers, self.lengths, self.numbers.stride(0)
 
 
@@ -146,7 +146,7 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class Library:
-    """What the op is without a kernel."""
+    """torch's own kernels: the reference of the op."""
 
     name: str = LIBRARY
 
@@ -347,7 +347,7 @@ def _once(x: Tensor) -> Tensor:
 
 
 def description(job: Job) -> str:
-    """What the choice for a job is remembered by: `bfloat16 16x32/8x1x128 to 2048, boolean mask`.
+    """The key of the choice for a job: `bfloat16 16x32/8x1x128 to 2048, boolean mask`.
 
     Lengths up to the next power of two share a choice: a cache that grows by a position is no other job.
     """
@@ -501,12 +501,12 @@ def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
 
 def _apart(step: Step) -> Any:
     """One op after the other, each with its own kernel."""
-    turned = called("graphex::rotary_qkv_write_", *step.apart())
-    return called("graphex::attention", turned, *step.attention()[1:])
+    rotated = called("graphex::rotary_qkv_write_", *step.apart())
+    return called("graphex::attention", rotated, *step.attention()[1:])
 
 
 def _shares_memory(step: Step) -> bool:
-    """Whether what is read may be what is written, beyond the rows that attention leaves out."""
+    """Whether memory that is read may be written too, beyond the rows that attention leaves out."""
     written = [cache.untyped_storage().data_ptr() for cache in (step.keys, step.values)]
     in_mask = step.mask is not None and step.mask.untyped_storage().data_ptr() in written
     return in_mask or written[0] == written[1] or rotary.shares_memory(step.rotation())

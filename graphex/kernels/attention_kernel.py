@@ -139,7 +139,7 @@ def read_token(
 
 @triton.jit
 def _inside(place, length):
-    """-1 for what is outside of the caches."""
+    """The place; -1 if it is outside of the caches."""
     return tl.where((place >= 0) & (place < length), place, -1).to(tl.int32)
 
 
@@ -224,7 +224,7 @@ def first_sums(score, of_mask, is_here, new_v, step):
 
 @triton.jit
 def with_sink(largest, sink):
-    """What sums over scores of this maximum are multiplied with, where one more score counts, and what that adds."""
+    """The factor for sums over scores of this maximum, where one more score counts, and the weight of that score."""
     base = tl.maximum(largest, sink)
     return tl.exp2((largest - base) * LOG2_E), tl.exp2((sink - base) * LOG2_E)
 

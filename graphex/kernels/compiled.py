@@ -9,7 +9,7 @@ knows of a kernel without any of these:
 
 The file's own name stands for the versions of torch and Triton, for the files that both hashes depend on (sources of
 kernels by their content, Triton's by size and time), and for the device. A kernel that Triton's cache does not have any
-more is compiled. Where kernels are going to be, `begin_meanwhile` computes what Triton's own search needs in a thread.
+more is compiled. Where kernels are going to be, `start_triton` computes in a thread what Triton's own search needs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _NotKeptError(Exception):
 
 
 class Compiler:
-    """What a kernel of ours calls to be compiled: Triton's function, behind a look at the hashes that are kept."""
+    """The compile function of graphex's kernels: Triton's own, behind a look at the hashes that are kept."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self.compile = compile
@@ -185,7 +185,7 @@ def _files_of_triton() -> str:
 
 @contextmanager
 def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception]]:
-    """Compile in threads. Yields a list of what did not compile; that is compiled again, and says so, when it runs.
+    """Compile in threads. Yields a list of the kernels that did not compile: each is compiled again when it runs.
 
     Garbage waits: up to Python 3.11 a collection that begins while one thread reads a kernel's source lets others read
     theirs, and the depths of their syntax trees are counted as one ("AST constructor recursion depth mismatch").
@@ -257,13 +257,13 @@ def _forget_failures(kernel: Any) -> None:
 
 
 def _make_launcher(source: Any) -> None:
-    """Leave it in Triton's cache. What fails here fails again, or is done without."""
+    """Leave the launcher in Triton's cache. An error here shows again where the launcher is needed."""
     with suppress(Exception):
         triton.runtime.driver.active.launcher_cls(source, _NotCompiled())
 
 
 class _NotCompiled:
-    """What a launcher asks of its kernel's metadata, before there are any: none of it is in the C code."""
+    """The metadata of a kernel that is not compiled yet, for its launcher: none of it is in the C code."""
 
     tensordesc_meta = None
 
@@ -277,8 +277,8 @@ class _NotCompiled:
 _begun: list[threading.Thread] = []
 
 
-def begin_meanwhile() -> None:
-    """Begin, once in a process, what Triton does before it compiles its first kernel."""
+def start_triton() -> None:
+    """Start Triton in a thread, once in a process: it has work to do before it compiles its first kernel."""
     if not _begun:
         _begun.append(threading.Thread(target=_get_triton_ready, name="graphex: getting Triton ready", daemon=True))
         _begun[0].start()

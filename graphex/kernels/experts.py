@@ -18,20 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
 
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
 from graphex.kernels.launch import LaunchPlan, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
 from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.experts import ACTIVATIONS, SCORES, gated
+from graphex.ops.experts import ACTIVATIONS, SCORES, grouped, has_many, why_not_grouped
 
 KIND = "experts"
 FEW = 32  # pairs of a token and an expert: with more of them, several share the weights of an expert
 MOST_FEW = 128  # pairs for which a program of each may still be faster
-MOST_TOKENS = 64
-MOST_PAIRS = 512
 MOST_EXPERTS = 1024
 FEW_ELEMENTS = 2**20  # of an expert's weights, below which nothing is measured
 ROWS = 16  # of a matrix product
@@ -82,7 +79,7 @@ Prepared = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Columns of a weight and elements along them that a program has at a time, and of what."""
+    """The columns of a weight, and the elements along them, that a program has at a time; `of` says for what."""
 
     of: str  # "pair", "sum", "expert"
     columns: int
@@ -274,7 +271,7 @@ def _fits(call: Any) -> bool:
 def experts(call: Arguments) -> Any:
     if reason := _why_not(call):
         return Declined(reason)
-    if call.x.shape[0] > MOST_TOKENS or call.experts.numel() > MOST_PAIRS:
+    if has_many(call.x, call.experts):
         return _grouped(call)
     inner = _project(Projection(call, call.x, call.activation))
     return inner if isinstance(inner, Declined) else _project(Projection(call, inner, ""))
@@ -282,27 +279,12 @@ def experts(call: Arguments) -> Any:
 
 def _grouped(call: Any) -> Any:
     """Both projections as grouped products of the library, for many tokens."""
-    if call.x.dtype != torch.bfloat16:
-        return Declined("the library has grouped products of bfloat16 only")
-    if any(side * 2 % 16 for weight in (call.gate_up, call.down) for side in weight.shape[1:]):
-        return Declined("the library's grouped product wants rows of a multiple of 16 bytes")
-    x, count = call.x, call.gate_up.shape[0]
-    times = call.experts.numel() // x.shape[0]
-    # Looked up so that negative numbers count from the end, and the device stops at those that are none.
-    known = torch.arange(count, device=x.device)[call.experts.long()]
-    expert, order = torch.sort(known, stable=True)
-    ends = torch.searchsorted(expert, torch.arange(count, device=x.device), right=True).to(torch.int32)
-
-    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        found: Tensor = grouped_mm(rows, weight if call.transposed else weight.transpose(1, 2), offs=ends)
-        return found if bias is None else found + bias[expert]
-
-    projected = linear(x[order // times], call.gate_up, call.gate_up_bias)
-    inner = gated(projected, call.activation, call.alpha, call.limit)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.shape[0], device=x.device)
-    with on_device_of(x):
-        return combine(call, linear(inner, call.down, call.down_bias)[back][None])
+    if reason := why_not_grouped(call.x, call.gate_up, call.down):
+        return Declined(reason)
+    stacked = (call.gate_up, call.gate_up_bias, call.down, call.down_bias)
+    rows = grouped(call.x, call.experts, *stacked, call.transposed, call.activation, call.alpha, call.limit)
+    with on_device_of(call.x):
+        return combine(call, rows[None])
 
 
 def route(call: Arguments) -> Any:

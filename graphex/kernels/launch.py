@@ -52,7 +52,7 @@ _WITHOUT_PDL = {"PDL": False}
 
 @dataclass
 class Seen:
-    """What a call would launch: the names of kernels, and the kind and signature of the choices that it asks for."""
+    """The launches of a call: the names of kernels, and the kind and signature of the choices that it asks for."""
 
     kernels: list[str] = field(default_factory=list)
     choices: list[tuple[str, str]] = field(default_factory=list)
@@ -93,7 +93,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...],
 
 
 def _options(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """What a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
+    """The options that a kernel is compiled with: its constants, whether it is chained (`arithmetic.py`), and products
     contracted with sums unless the constants say otherwise.
     """
     if "PDL" not in kernel.arg_names:
@@ -126,7 +126,7 @@ def only_compiling() -> Iterator[Seen]:
 
 
 def seen() -> Seen | None:
-    """What was seen so far, while kernels are only compiled; None otherwise."""
+    """The launches so far, while kernels are only compiled; None otherwise."""
     return _thread.seen
 
 
@@ -263,7 +263,7 @@ class Precompiled:
 
 
 def precompile_kernels(nodes: Iterable[Node]) -> Precompiled:
-    """Compile what the calls of a graph will launch. What does not compile beside others is tried again by itself."""
+    """Compile the kernels that the calls of a graph will launch. One that fails beside others is tried again alone."""
     calls = distinct_calls(nodes)
     made = _compiled(calls, MOST_THREADS) if calls else Precompiled()
     if failed := made.not_compiled:

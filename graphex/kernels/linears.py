@@ -29,8 +29,8 @@ ROWS_ADDED = 8  # by one program, where partial sums are added
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is asked for. `x` is the gate where the prologue is "silu_mul"; `gated`: this activation of the first layer,
-    times the second.
+    """The arguments of a call. `x` is the gate where the prologue is "silu_mul"; `gated`: this activation of the first
+    layer, times the second.
     """
 
     prologue: str  # "none", "rms_norm", "silu_mul"
@@ -293,7 +293,7 @@ SKINNIES = {
         }
     ),
 }
-# A program of these has twice its tile of weights under config.
+# A program of these has twice its tile of weights in flight.
 GATED_GEMVS = (
     Gemv(2, 1024, 4),
     Gemv(2, 2048, 8),

@@ -184,7 +184,7 @@ def dynamic_quant_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program quantises a row, or several short ones; what of a row is wider than a tile is read twice."""
+    """A program quantises a row, or several short ones; a row that is wider than a tile is read twice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     row_ok = row < rows
     start = row_start(row, inner, outer_stride, inner_stride)

@@ -166,7 +166,7 @@ class Reading:
 
 
 class _Loop:
-    """What `decode_loop` returns: an iterator over the tokens of each step, with the journal of its capture."""
+    """The result of `decode_loop`: an iterator over the tokens of each step, with the journal of its capture."""
 
     def __init__(self, loop: DecodeLoop, journal: Journal) -> None:
         self.journal = journal

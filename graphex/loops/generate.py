@@ -240,7 +240,7 @@ class Kept:
         self.steps = 0
 
     def add(self, logits: Tensor, scores: Tensor) -> None:
-        """What a captured step returns is its own memory, which the next one writes to."""
+        """Copies are kept: a captured step returns memory of its own, which the next one writes to."""
         self.steps += 1
         if self.scores is not None:
             self.scores.append(scores.clone())
@@ -438,7 +438,7 @@ class GenerationReport:
 
 
 def generation(model: nn.Module) -> GenerationReport:
-    """What `graphex.generate` did for a model: times, the floor, and the journal of what was compiled and refused."""
+    """The report on `graphex.generate` for a model: times, the floor, the journal of what was compiled and refused."""
     if not has_sessions(model):
         raise InputError(
             f"{type(model).__name__} has not generated with graphex; "

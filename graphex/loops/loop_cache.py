@@ -205,7 +205,7 @@ def read(cache: Cache, into: LoopCache, length: int) -> None:
 
 
 def _in_order(layer: Any, length: int) -> tuple[Tensor, Tensor]:
-    """What a layer of transformers holds of the last positions, in order."""
+    """The keys and values of the last positions that a layer of transformers holds, in order."""
     kind = type(layer).__name__
     if kind == "StaticLayer":
         return layer.keys[:, :, :length], layer.values[:, :, :length]

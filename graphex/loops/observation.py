@@ -150,7 +150,7 @@ class Observation(TorchDispatchMode):
         self._add("the inputs of a compiled graph", [*inputs, *(repr(each.tolist()) for each in hosts)])
 
     def differs_from(self, other: Observation) -> tuple[str, str]:
-        """What differs in another step of the same kind, and where; empty if both do the same."""
+        """The difference from another step of the same kind, and where it is; empty if both do the same."""
         for mine, theirs, place in zip(self._rows, other._rows, self._lines, strict=False):
             if mine != theirs:
                 line = _text(place)
@@ -190,7 +190,7 @@ class Observation(TorchDispatchMode):
         self._outside = []
 
     def left_behind(self) -> list[Tensor]:
-        """What this step made and somebody still holds, but for gradients."""
+        """The tensors that this step made and that are still held, but for gradients."""
         alive = [tensor for each in self._results if (tensor := each()) is not None]
         return [tensor for tensor in alive if _memory(tensor) not in self._stable]
 
@@ -402,7 +402,7 @@ class Reached:
         self._held = (*held, _END)
 
     def _noted(self, names: Sequence[str], values: Sequence[Any], in_module: bool) -> Iterator[tuple[str, Any, bool]]:
-        """Keep what values are, and give those that are looked into."""
+        """Keep a key of each value by its name, and yield the values that are looked into."""
         for name, value in zip(names, values, strict=True):
             if name.endswith(_NOT_THE_USERS) or (in_module and "_hooks" in name and not value):
                 continue
@@ -436,7 +436,7 @@ class Reached:
 
 
 def comparable(leaf: Any) -> Hashable:
-    """What tells an argument that is no tensor from others: its type, its text, and the plain values that it holds."""
+    """A key for an argument that is no tensor: its type, its text, and the plain values that it holds."""
     shown = type(leaf).__name__, repr(leaf)
     if isinstance(leaf, _PLAIN):
         return shown

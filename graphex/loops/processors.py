@@ -100,7 +100,7 @@ def stop_on_device(criterion: Any, device: torch.device) -> Stop | None:
 
 
 def described(given: Any) -> tuple[Any, ...]:
-    """What a processor or a criterion was made with: two that are equal in it do the same."""
+    """The settings of a processor or a criterion: two with equal settings do the same."""
     return (type(given).__name__, *sorted((name, _plain(value)) for name, value in vars(given).items()))
 
 
@@ -292,7 +292,7 @@ _TOKENS = "L['input_ids']"
 
 
 def processed(processor: Any, input_ids: Tensor, scores: Tensor) -> Any:
-    """What is traced."""
+    """The call of a processor, as Dynamo traces it."""
     return processor(input_ids, scores)
 
 

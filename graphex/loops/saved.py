@@ -144,7 +144,7 @@ def load(
     device: str | torch.device | None = None,
     trusted: bool = False,
 ) -> Loaded:
-    """What `save` wrote, to be called. `model` is the module whose weights it uses; its class must be importable.
+    """Load a file that `save` wrote, as a callable. `model` is the module with its weights, of an importable class.
 
     It runs on the `device` of this name, such as "cuda:1": by default on that of the model's weights, if they are on
     one of the same kind, or else on the one it was saved on.
@@ -187,7 +187,7 @@ def _device_of(journal: Journal) -> str:
 def _on_device(
     path: str | Path, saved: str, wanted: str | torch.device | None, model: torch.nn.Module | None
 ) -> AbstractContextManager[None]:
-    """What is loaded inside is for the device that is wanted, or that the model is on. Raises InputError."""
+    """Inside, a file is loaded for the device that is wanted, or that the model is on. Raises InputError."""
     before = torch.device(saved or "cpu")
     if wanted is not None and torch.device(wanted).type != before.type:
         raise InputError(
@@ -203,7 +203,7 @@ def _on_device(
 
 
 def _name_of(value: object) -> str:
-    """What tells a value from others in another process too: a constant, or where a function, class or module is.
+    """A name of a value that holds in another process too: of a constant, a function, a class or a module.
 
     Empty for other objects. A function is known by its code too: a name may lead to another one, or be a lambda's.
     """
@@ -330,7 +330,7 @@ def _check_sources(path: str | Path, sources: list[list[str]]) -> None:
 
 
 def _why_not(error: RuntimeError) -> str:
-    """What differs between a call and the one that was saved for, by the guard that failed: texts in a list."""
+    """How a call differs from the one that was saved, by the guard that failed: texts in a list."""
     found = re.search(r"verbose_code_parts=\[(['\"])(.*?)\1\]", str(error))
     if found is None:
         return f"this was saved for other arguments. {one_line(error)}"

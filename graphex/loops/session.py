@@ -99,7 +99,7 @@ class Wanted:
         model_kwargs: dict[str, Any],
         users: Callable[[Any], tuple[Process, Hashable] | str],
     ) -> Wanted | str:
-        """What a call of transformers asks for, or why that cannot be done here. `users` traces processors of users."""
+        """Read the arguments of a call of transformers, or say why not. `users` traces processors of users."""
         cache = model_kwargs["past_key_values"]
         if reason := why_not(cache):
             return reason
@@ -163,13 +163,13 @@ class Wanted:
 
     @property
     def step_key(self) -> tuple[Any, ...]:
-        """What a captured step depends on, besides the memory that it works on."""
+        """The key of a captured step: everything that it depends on besides the memory it works on."""
         pad = None if self.pad is None else tuple(self.pad.view(-1).tolist())
         return bool(self.host), self.sample, self.keeps_scores or self.keeps_logits, pad, self.key
 
     @property
     def memory_key(self) -> tuple[Any, ...]:
-        """What the memory of a generation depends on."""
+        """The key of the memory that a generation needs."""
         position = None if self.position is None else (*self.position.shape[:-1], self.position.dtype)
         mask = None if self.mask is None else self.mask.dtype
         return self.batch, self.room, str(self.input_ids.device), position, mask, repr(self.extra)
@@ -259,7 +259,7 @@ class Sessions:
 
     @property
     def compiled(self) -> list[Journal]:
-        """What the sessions compiled that are still there."""
+        """The journals of the sessions that are still there."""
         return [session.journal for session in self._made]
 
 

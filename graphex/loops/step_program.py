@@ -133,7 +133,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class Learnt:
-    """What is known of a kind of call that is not captured yet."""
+    """The facts about a kind of call that is not captured yet."""
 
     calls: int = 0
     observation: Observation | None = None
@@ -174,7 +174,7 @@ class TrainStep:
             return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
 
     def explain(self) -> str:
-        """What became of the step so far, as tables: its graphs and their memory, what is saved, what was captured."""
+        """The step so far, as tables: its graphs and their memory, what is saved, what was captured."""
         return printed(f"training step {self._name.removesuffix(' step')}", self.journal)
 
     def free(self) -> None:

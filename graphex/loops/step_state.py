@@ -132,7 +132,7 @@ _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
 
 @dataclass
 class Found:
-    """What a function can reach."""
+    """The modules, optimizers, scalers and schedulers that a function can reach."""
 
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
@@ -167,7 +167,7 @@ def _once(kept: list[Any], thing: Any) -> None:
 
 
 def found_in(*roots: Any) -> Found:
-    """What a function, a model and the like can reach."""
+    """Everything of a step's state that functions, models and other objects can reach."""
     found = Found(reached=Reached(roots, (nn.Module, Optimizer, GradScaler, *DEFERRED)))
     for each in found.reached.things:
         found.add(each)
@@ -221,7 +221,7 @@ class StepState:
         return [each.grad for each in self.parameters]
 
     def written(self) -> list[Tensor]:
-        """What a step may write to, of what autograd may have saved."""
+        """The tensors that a step may write to and that autograd may have saved."""
         return [each for each in (*self.parameters, *self.buffers) if not each.is_inference()]
 
     def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -304,7 +304,7 @@ class StepState:
     def renew_accumulators(self) -> None:
         """Let autograd make the accumulators of all parameters anew, on the stream of the next forward.
 
-        An accumulator lives as long as any graph that ends in it: an old loss that somebody keeps is enough. It adds
+        An accumulator lives as long as any graph that ends in it: an old loss that is kept is enough. It adds
         gradients up on the stream it was made on, and a capture must not touch that one. In a distributed program it
         may be DDP's, which has hooks on it that nobody else sees: there they stay.
         """
@@ -358,7 +358,7 @@ class StepState:
                 name = next(name for kind, name in DEFERRED.items() if isinstance(thing, kind))
                 laters = {name: partial(_deferred, calls=calls), "get_last_lr": partial(self._told, calls, read)}
                 for each, later in laters.items():
-                    if each not in vars(thing) and hasattr(thing, each):  # what somebody else has put there stays
+                    if each not in vars(thing) and hasattr(thing, each):  # a method that other code has put there stays
                         vars(thing)[each] = later(getattr(thing, each))
                         patched.append((thing, each))
             yield

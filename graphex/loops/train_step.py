@@ -139,7 +139,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 @dataclass
 class Parts:
-    """What a step is made of; `train_step` says what each does."""
+    """The parts of a step; `train_step` says what each does."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None

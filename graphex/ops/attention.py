@@ -72,8 +72,8 @@ def rotary_gradient(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -
     if interleaved:
         cos, sin = cos[..., :half], sin[..., :half]
         return torch.stack((first * cos + second * sin, second * cos - first * sin), -1).flatten(-2)
-    turned = grad * sin
-    return grad * cos + torch.cat((turned[..., half:], -turned[..., :half]), dim=-1)
+    product = grad * sin
+    return grad * cos + torch.cat((product[..., half:], -product[..., :half]), dim=-1)
 
 
 def _angle_gradients(ctx: Any, grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -396,11 +396,11 @@ def rotary_attention_(
     """Rotate, write the caches and attend to them, in one launch for one token of each sequence.
 
     q, k = (rms_norm(x, gain, eps, weight_offset, cast_before_weight)[0] for each), if there are gains
-    turned = rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    return attention(turned, key_cache, value_cache, mask, scale, False, softcap, sinks)
+    rotated = rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
+    return attention(rotated, key_cache, value_cache, mask, scale, False, softcap, sinks)
     """
     norm = (eps, weight_offset, cast_before_weight)
     q, k = (x if gain is None else _rms_norm(x, gain, *norm)[0] for x, gain in ((q, q_gain), (k, k_gain)))
-    turned = _rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
-    result: Tensor = _attention(turned, key_cache, value_cache, mask, scale, False, softcap, sinks)
+    rotated = _rotary_qkv_write_(q, k, v, cos, sin, key_cache, value_cache, positions, dim, interleaved)
+    result: Tensor = _attention(rotated, key_cache, value_cache, mask, scale, False, softcap, sinks)
     return result

@@ -82,13 +82,20 @@ class OpSpec:
     title: str
     is_composite: bool  # torch traces through it
     defined_here: bool
-    inlines: bool  # a region whose code can be joined with it compiles the reference instead
+    # A region whose code can be joined with it compiles the reference instead. A function is given the arguments of a
+    # call, and returns what is compiled instead, whatever is around it, or None.
+    inlines: bool | Function
     is_random: bool  # it draws from a generator
 
     @property
     def name(self) -> str:
         """`graphex::rms_norm`"""
         return self.schema.partition("(")[0]
+
+    def formula(self, *args: Any, **kwargs: Any) -> Function | None:
+        """What a region compiles instead of such a call, whatever is around it."""
+        found: Function | None = None if isinstance(self.inlines, bool) else self.inlines(*args, **kwargs)
+        return found
 
     @property
     def doc(self) -> str:
@@ -132,7 +139,7 @@ def op(
     rows: RowRule | None = None,
     title: str = "",
     is_composite: bool = False,
-    inlines: bool = False,
+    inlines: bool | Function = False,
     is_random: bool = False,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""

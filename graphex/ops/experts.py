@@ -1,6 +1,6 @@
 """Mixtures of experts: experts are chosen for each token, it goes through these, and their results are added.
 
-`graphex::experts` and `graphex::route` do all of it, or choose. torch_npu's ops say who goes where, and the way back:
+`graphex::experts` and `graphex::route` do all of it, or choose. torch_npu's ops sort rows by their expert, and back:
 
     y, expert, row = npu_moe_gating_top_k_softmax(logits, k=2)          k experts for each token
     x2, place, by  = npu_moe_init_routing(x, row, expert, tokens)       tokens in the order of their experts
@@ -14,7 +14,7 @@ No op here asks the device for a number, so all of them can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,96 @@ def _fake_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, 
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+MOST_TOKENS = 64
+MOST_PAIRS = 512
+BYTES = 256  # experts whose numbers fit into a byte
+
+
+def has_many(x: Tensor, experts: Tensor) -> bool:
+    """Whether pairs of a token and an expert are so many that they are sorted by expert first."""
+    return x.shape[0] > MOST_TOKENS or experts.numel() > MOST_PAIRS
+
+
+def why_not_grouped(x: Tensor, gate_up: Tensor, down: Tensor) -> str:
+    """Why the library's grouped product does not take such arguments. Empty: it does."""
+    if x.dtype != torch.bfloat16:
+        return "the library has grouped products of bfloat16 only"
+    if any(side * 2 % 16 for weight in (gate_up, down) for side in weight.shape[1:]):
+        return "the library's grouped product wants rows of a multiple of 16 bytes"
+    return ""
+
+
+def grouped(
+    x: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    transposed: bool,
+    activation: str,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """The results of all pairs of a token and an expert [T * k, H], by two grouped products of the library."""
+    count, pairs = gate_up.shape[0], experts.shape[0]
+    every = torch.arange(count, device=x.device)
+    # Looked up so that negative numbers count from the end, and the device stops at those that are none.
+    known = every[experts.long()]
+    # Few bits are sorted in little time.
+    expert, order = torch.sort(known.to(torch.uint8 if count <= BYTES else torch.int32), stable=True)
+    ends = (known <= every.unsqueeze(1)).sum(dim=1, dtype=torch.int32)
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        found: Tensor = functional.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=ends)
+        return found if bias is None else found + bias[expert.long()]
+
+    inner = gated(linear(x[order // (pairs // x.shape[0])], gate_up, gate_up_bias), activation, alpha, limit)
+    back = torch.empty_like(order).index_put((order,), torch.arange(pairs, device=x.device))
+    return linear(inner, down, down_bias)[back]
+
+
+def _of_many(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    transposed: bool = False,
+    activation: str = SILU,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The reference as Inductor is given it for many tokens: it joins what is around the products with them."""
+    rows = grouped(x, experts, gate_up, gate_up_bias, down, down_bias, transposed, activation, alpha, limit)
+    return _added_up(rows * weights.unsqueeze(-1), x, residual)
+
+
+def _added_up(rows: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+    """The sum over the experts of each token."""
+    total = rows.view(x.shape[0], rows.shape[0] // max(1, x.shape[0]), x.shape[1]).sum(dim=1).to(x.dtype)
+    return total if residual is None else residual + total
+
+
+def _formula(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    *others: object,
+    **named: object,
+) -> Callable[..., Tensor] | None:
+    """Many tokens go through library calls: the kernels between these are better written by Inductor."""
+    sizes = (*x.shape, *experts.shape, *gate_up.shape, *down.shape)
+    is_known = all(isinstance(size, int) for size in sizes) and x.dtype == gate_up.dtype == down.dtype
+    return _of_many if is_known and has_many(x, experts) and not why_not_grouped(x, gate_up, down) else None
+
+
 @op(
     "graphex::experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
     "Tensor? down_bias, bool transposed=False, str activation='silu', float alpha=1.702, float limit=7.0, "
@@ -65,6 +155,7 @@ def _fake_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, 
     title="mixture of experts",
     kernel="experts.experts",
     rows=RowRule("batch", ("x", "experts", "weights", "residual")),
+    inlines=_formula,
 )
 def experts(
     x: Tensor,
@@ -92,9 +183,7 @@ def experts(
     times = experts.shape[0] // max(1, x.shape[0])
     rows = x.repeat_interleave(times, dim=0)
     inner = gated(_linear(rows, gate_up, gate_up_bias, experts, transposed), activation, alpha, limit)
-    found = _linear(inner, down, down_bias, experts, transposed) * weights.unsqueeze(-1)
-    total = found.view(x.shape[0], times, x.shape[1]).sum(dim=1).to(x.dtype)
-    return total if residual is None else residual + total
+    return _added_up(_linear(inner, down, down_bias, experts, transposed) * weights.unsqueeze(-1), x, residual)
 
 
 SCORES = ("softmax", "sigmoid", "chosen")

@@ -58,7 +58,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def gate_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """What a gate lets through."""
+    """The activation of the gate, times `up`."""
     if activation == "silu":
         made: Tensor = _silu_mul(gate, up)
         return made

@@ -344,9 +344,9 @@ def _one_by_one(
     queries = _sequences(query, how.layout, how.heads, how.ends)
     keys, values = read(key), read(value)
     if query_rope is not None and key_rope is not None:
-        turned = _sequences(query_rope, how.layout, how.heads, how.ends), read(key_rope)
-        queries = [torch.cat(pair, -1) for pair in zip(queries, turned[0], strict=True)]
-        keys = [torch.cat(pair, -1) for pair in zip(keys, turned[1], strict=True)]
+        rotary = _sequences(query_rope, how.layout, how.heads, how.ends), read(key_rope)
+        queries = [torch.cat(pair, -1) for pair in zip(queries, rotary[0], strict=True)]
+        keys = [torch.cat(pair, -1) for pair in zip(keys, rotary[1], strict=True)]
     parts = list(zip(queries, keys, values, strict=False))
     masks = [_mask_for(how.mask, how.sparse_mode, number, *each[:2]) for number, each in enumerate(parts)]
     result, lse = _fake_npu_fused_infer_attention_score(

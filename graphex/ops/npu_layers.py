@@ -79,7 +79,7 @@ def _write(cache: Tensor, rows: Tensor, index: Tensor, cache_mode: str) -> Tenso
     return cache
 
 
-def _normed_and_turned(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _normed_and_rotated(kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(k_rope, c_kv) of kv [..., size of gamma + size of cos]"""
     split = [gamma.shape[0], kv.shape[-1] - gamma.shape[0]]
     latent, turning = kv.split(split, -1)
@@ -131,7 +131,7 @@ def npu_kv_rmsnorm_rope_cache_v2(
         all(each is None for each in quantised.values()),
         lambda: "npu_kv_rmsnorm_rope_cache has no reference for quantised caches, nor for values apart from keys",
     )
-    made = _normed_and_turned(kv, gamma, cos, sin, epsilon)
+    made = _normed_and_rotated(kv, gamma, cos, sin, epsilon)
     for cache, part in zip((k_cache, ckv_cache), made, strict=True):
         _write(cache, part.transpose(1, 2).flatten(0, 1), index, cache_mode)
     return made if is_output_kv else (kv.new_empty(0), kv.new_empty(0))
@@ -251,7 +251,7 @@ def npu_mla_prolog_v3(
     query = (plain.unsqueeze(-2) @ weight_uk).squeeze(-2)
     query_rope = rope(turning, rope_cos.unsqueeze(-2), rope_sin.unsqueeze(-2))
     latent = token_x @ weight_dkv_kr
-    k_rope, c_kv = _normed_and_turned(latent, rmsnorm_gamma_ckv, rope_cos, rope_sin, rmsnorm_epsilon_ckv)
+    k_rope, c_kv = _normed_and_rotated(latent, rmsnorm_gamma_ckv, rope_cos, rope_sin, rmsnorm_epsilon_ckv)
     for cache, rows in ((kv_cache, c_kv), (kr_cache, k_rope)):
         _write(cache, rows.reshape(-1, 1, rows.shape[-1]), cache_index, cache_mode)
     nothing = (token_x.new_empty(0, dtype=torch.float32) for _ in range(2))

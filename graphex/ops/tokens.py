@@ -1,4 +1,4 @@
-"""Tokens at both ends of a decode step: their rows of a table, the best one of each sequence, and what counts it."""
+"""Tokens at both ends of a decode step: their rows of a table, the best one of each sequence, the count of a step."""
 
 from __future__ import annotations
 

@@ -10,5 +10,11 @@
     rotary_write, rotary_attention           late rules that need a proven write in place: rotary embedding and cache
     streams                                  events between streams, deadlocks, branches for a second stream
 
-`graphex.rewrite` says what a pass is; `partition` is the deprecated name of a module there.
+`graphex.rewrite` says what a pass is.
 """
+
+import sys
+
+from graphex.rewrite import partition
+
+sys.modules[f"{__name__}.partition"] = partition  # its deprecated name, kept for this milestone

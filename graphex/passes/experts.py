@@ -31,7 +31,8 @@ from graphex.analysis import node_line
 from graphex.analysis.graphs import placement
 from graphex.ops.experts import CLAMPED, SILU
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.rewrite.base import Refusal, Work, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.partition import used_by
 
 aten = torch.ops.aten
@@ -205,7 +206,7 @@ class Order:
     places: Node
 
     def unmasked(self, node: Any, inner: set[Node]) -> Any:
-        """What `masked_fill(rows, numbers >= E, 0)` leaves as it is, since all experts are below E."""
+        """The rows of `masked_fill(rows, numbers >= E, 0)`, which changes none of them: all experts are below E."""
         filled = called(node, aten.masked_fill.Scalar)
         spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
         beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
@@ -257,7 +258,7 @@ def _sorted(node: Any, inner: set[Node]) -> Order | None:
 
 
 def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
-    """What is indexed by `by`, along the first dimension."""
+    """The value that is indexed by `by`, along the first dimension."""
     index = called(node, aten.index.Tensor)
     if index is None or _only_index(index) is not by:
         return None
@@ -285,15 +286,15 @@ def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]
     cast = None if counts is None else called(counts.args[0], aten._to_copy.default)
     if product is None or product.kwargs or cast is None or cast.args[0] is not order.numbers or ends is None:
         return None
-    turned = called(product.args[1], aten.transpose.int)
-    weight = product.args[1] if turned is None else turned.args[0]
+    transposed = called(product.args[1], aten.transpose.int)
+    weight = product.args[1] if transposed is None else transposed.args[0]
     experts = weight.meta["val"].shape[0]
     if counts is None or counts.args[1:] != (experts, 0, experts - 1) or weight.meta["val"].dim() != 3:
         return None
-    if turned is not None and {each % 3 for each in turned.args[1:]} != {1, 2}:
+    if transposed is not None and {each % 3 for each in transposed.args[1:]} != {1, 2}:
         return None
-    found = Linear(product.args[0], weight, bias, order.experts, turned is None)
-    found.inner = inner | {product, ends, counts, cast} | (set() if turned is None else {turned})
+    found = Linear(product.args[0], weight, bias, order.experts, transposed is None)
+    found.inner = inner | {product, ends, counts, cast} | (set() if transposed is None else {transposed})
     return found
 
 

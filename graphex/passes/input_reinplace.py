@@ -41,7 +41,8 @@ from graphex.passes.updates import (
     updated,
     why_seen,
 )
-from graphex.rewrite.base import GraphPass, PassWatch, Refusal, Work, fake_mode_of, inherit, repair
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import PassWatch, fake_mode_of, inherit, repair
 from graphex.torch_private.graphs import (
     WRAPPER,
     WRAPPERS,
@@ -341,7 +342,7 @@ class _Proof:
         return None
 
     def _why_not_there(self, place: Place) -> Refusal | None:
-        """Whether the value of a node can be what the window of the input is."""
+        """Why the window of the input cannot stand for the value of a node; None if it can."""
         found, window = place.node.meta.get("val"), self.chain.target.meta.get("val")
         if not isinstance(found, torch.Tensor) or not isinstance(window, torch.Tensor):
             return Refusal("what is updated is not a tensor", place.node)

@@ -37,7 +37,8 @@ from graphex.device.base import EXTERNAL_EVENTS, ExternalEvents
 from graphex.errors import StreamError
 from graphex.ops.scope import CORES, IGNORED, LABEL, LEXICAL, NAMESPACES, PRIORITY
 from graphex.records import Refused
-from graphex.rewrite.base import MADE_BY, GraphPass, Work
+from graphex.rewrite.base import GraphPass, Work
+from graphex.rewrite.metadata import MADE_BY
 
 # -- streams and events as torch leaves them in a graph ----------------------------------------------------------------
 
@@ -61,7 +62,7 @@ def label_of(stream: object) -> str:
 
 
 def stream_of(found: object) -> object:
-    """The label of what torch or a pass calls a stream: a number or a label; None for the current stream."""
+    """The label of a stream that torch or a pass names, by a number or a label; None for the current stream."""
     from graphex.torch_private.dynamo import is_current_stream
 
     if not isinstance(found, int):
@@ -235,7 +236,7 @@ class Scopes:
         return label or custom.get(LABEL) or stream_of(custom.get("stream"))
 
     def place(self, node: Node) -> None:
-        """Write on a node what holds here."""
+        """Write the settings that hold here on a node."""
         custom = dict(_custom(node))
         stream = self.stream(node)
         scope = self._open[-1].values if self._open else {}
@@ -428,7 +429,7 @@ class _Placing:
     # -- what they are made of ----------------------------------------------------------------------------------
 
     def name(self, wanted: str) -> str:
-        """An event is recorded once: what is recorded again has another name."""
+        """A name that no other event has: an event is recorded once."""
         self.names[wanted] += 1
         return wanted if self.names[wanted] == 1 else f"{wanted} {self.names[wanted]}"
 

@@ -329,7 +329,7 @@ class Planner:
         return None
 
     def _is_kept(self, node: Node, y: Node, first: Node, strangers: list[Node]) -> bool:
-        """Whether the op of a layer can return the norm for those who read it besides: all after it, and no layers,
+        """Whether the op of a layer can return the norm for other readers: all stand after it, and none is a layer,
         which would make the norm once more. It is the layer that chooses experts, which all read the norm.
         """
         is_norm = node.target is ops.rms_norm.default and known_contiguous(y.meta["val"])
@@ -339,7 +339,7 @@ class Planner:
         return True
 
     def _residual(self, linear: Linear, plan: FoldPlan) -> FoldPlan | None:
-        """The plan with what is added to the only use of a layer's result."""
+        """The plan with the residual that is added to a layer's result, if there is one and it may join."""
         if not self.work.allows(RESIDUAL):
             return None
         found = _added_to(linear)

@@ -52,7 +52,8 @@ from graphex.passes.projection_plans import (
     unfit_input,
 )
 from graphex.records import NO_KERNELS, RuleTried
-from graphex.rewrite.base import Refusal, Work, evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.rewrite.partition import bring_before, elsewhere, used_by
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 

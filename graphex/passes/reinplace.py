@@ -43,7 +43,8 @@ from graphex.analysis.effects import operator_of
 from graphex.analysis.inplace_variants import DeclaredVariant, declared_variant, inplace_variant
 from graphex.analysis.memory import bytes_of, why_not_reusable
 from graphex.analysis.shapes import canonical_dim, known_contiguous
-from graphex.rewrite.base import GraphPass, Refusal, Work, inherit
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit
 from graphex.torch_private.symbolic import expression_of, kind_of
 
 COMPUTE, VARIANT = "compute_in_place", "call_inplace_variant"

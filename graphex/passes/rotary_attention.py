@@ -28,7 +28,8 @@ from graphex.analysis.graphs import arguments, placement
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.records import RuleTried
-from graphex.rewrite.base import GraphPass, Refusal, Work, inherit_all
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.partition import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -70,15 +71,15 @@ class JoinRotaryAndAttention(GraphPass):
 
     def _take_along(self, work: Work, joined: Node, norms: tuple[HeadNorm, ...]) -> None:
         """The norms of query and key become a part of the op."""
-        rows = [each.x if each.turned is None else _transposed(each.x, each.turned, joined) for each in norms]
+        rows = [each.x if each.transposed is None else _transposed(each.x, each.transposed, joined) for each in norms]
         gains = (each.gain for each in norms)
         sinks = joined.args[18:]
         joined.args = (*rows, *joined.args[2:13], *gains, *norms[0].numbers, *sinks)
         inherit_all(joined, [joined, *(each.norm for each in norms)])
         names, line = [each.norm.name for each in norms], node_line(norms[0].norm)
         for each in norms:
-            turned = () if each.turned is None else (each.turned,)
-            for node in (*turned, *each.norm.users, each.norm):
+            transposed = () if each.transposed is None else (each.transposed,)
+            for node in (*transposed, *each.norm.users, each.norm):
                 work.graph.erase_node(node)
         because = "query and key are normalised where they are rotated"
         work.fused(names, [joined], rule=self.rule_names[1], because=because, line=line)
@@ -103,9 +104,9 @@ class JoinRotaryAndAttention(GraphPass):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm of x over its last dimension. `turned` is what comes of it transposed, if it is."""
+    """A norm of x over its last dimension. `transposed` is the node that transposes its result, if one does."""
 
-    turned: Node | None
+    transposed: Node | None
     norm: Node
     x: Node
     gain: Node
@@ -121,8 +122,8 @@ def _norms(site: Site) -> tuple[HeadNorm, ...]:
 
 
 def _head_norm(row: Node, user: Node) -> HeadNorm | None:
-    is_turned = row.target is aten.transpose.int and tuple(row.args[1:]) == (1, 2) and set(row.users) == {user}
-    first, reader = (row.args[0], row) if is_turned else (row, user)
+    is_transposed = row.target is aten.transpose.int and tuple(row.args[1:]) == (1, 2) and set(row.users) == {user}
+    first, reader = (row.args[0], row) if is_transposed else (row, user)
     if not isinstance(first, Node) or first.target is not operator.getitem or set(first.users) != {reader}:
         return None
     norm = first.args[0]
@@ -134,7 +135,7 @@ def _head_norm(row: Node, user: Node) -> HeadNorm | None:
     if gain is None or len({each.meta["val"].dtype for each in (x, gain, row)}) > 1:
         return None
     same_place = len({placement(each) for each in (row, norm, user)}) == 1
-    return HeadNorm(row if is_turned else None, norm, x, gain, tuple(numbers)) if same_place else None
+    return HeadNorm(row if is_transposed else None, norm, x, gain, tuple(numbers)) if same_place else None
 
 
 def _transposed(x: Node, like: Node, before: Node) -> Node:
@@ -147,7 +148,7 @@ def _transposed(x: Node, like: Node, before: Node) -> Node:
 
 @dataclass(frozen=True)
 class Site:
-    """`attention` attends with what `write` returns."""
+    """`attention` takes the query that `write` returns."""
 
     write: Node
     attention: Node

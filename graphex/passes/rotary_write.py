@@ -34,7 +34,8 @@ from torch.fx import Node
 from graphex.analysis import known_equal, node_line
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
-from graphex.rewrite.base import GraphPass, Refusal, Work, inherit_all
+from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 from graphex.rewrite.partition import Motion, Read, used_by
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -84,9 +85,9 @@ class _Joiner:
         self.rows: dict[Any, Node] = {}
 
     def join_all(self, nodes: list[Node]) -> None:
-        keys = {rotary.turned_key for rotary in map(_rotary, nodes) if rotary is not None}
+        keys = {rotary.rotated_key for rotary in map(_rotary, nodes) if rotary is not None}
         for rotary in map(_rotary, nodes):
-            if rotary is None or not pays(self.work, "rotary_write_", rotary.turned_key):
+            if rotary is None or not pays(self.work, "rotary_write_", rotary.rotated_key):
                 continue
             if (key := self._key_write(rotary)) is not None:
                 beside = self._value_write(rotary, key, keys)
@@ -95,28 +96,28 @@ class _Joiner:
 
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
         """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
-        turned = rotary.turned_key
-        users = [user for each in turned.users for user in self._through_view(turned, each)]
-        found = [write for write in map(row_write, users) if write is not None and write.rows is turned]
+        rotated = rotary.rotated_key
+        users = [user for each in rotated.users for user in self._through_view(rotated, each)]
+        found = [write for write in map(row_write, users) if write is not None and write.rows is rotated]
         if found and len(users) == 1:
             return found[0]
         if found:
             other = next((user for user in users if user is not found[0].node), found[0].node)
             self.work.refuse(found[0].node, f"the rotated key is also {used_by(other)}", rule=ONE)
             return None
-        for copy in (user for user in users if user.target in COPIES and user.args[0] is not turned):
+        for copy in (user for user in users if user.target in COPIES and user.args[0] is not rotated):
             reason = f"'{copy.name}' makes a new cache: it is not proven to write in place"
             self.work.refuse(copy, reason, rule=ONE)
         return None
 
-    def _through_view(self, turned: Node, user: Node) -> list[Node]:
+    def _through_view(self, rotated: Node, user: Node) -> list[Node]:
         """The user itself, or the users of a view without leading dimensions."""
         writes = [write for write in map(row_write, user.users) if write is not None and write.given is user]
-        return list(user.users) if any(write.rows is turned for write in writes) else [user]
+        return list(user.users) if any(write.rows is rotated for write in writes) else [user]
 
     def _value_write(self, rotary: Rotary, key: RowWrite, keys: set[Node]) -> RowWrite | None:
         """The write of the value: the one next to that of the key, at the same positions."""
-        if rotary.turned_query is None or not rotary.turned_query.users or not self.work.allows(ALL):
+        if rotary.rotated_query is None or not rotary.rotated_query.users or not self.work.allows(ALL):
             return None
         index = self.place[key.node]
         near = [self.writes[at] for at in (index + 1, index - 1) if 0 <= at < len(self.writes)]
@@ -163,28 +164,28 @@ class _Joiner:
             if given is not rows and not given.users:
                 graph.erase_node(given)
         if rule == ALL:
-            assert rotary.turned_query is not None
-            joined.meta["val"] = rotary.turned_query.meta["val"]
-            rotary.turned_query.replace_all_uses_with(joined)
-        elif rotary.turned_query is not None:
+            assert rotary.rotated_query is not None
+            joined.meta["val"] = rotary.rotated_query.meta["val"]
+            rotary.rotated_query.replace_all_uses_with(joined)
+        elif rotary.rotated_query is not None:
             made.append(self._query_alone(rotary))
         self._erase(rotary)
         because = f"the rotated key is used for nothing but to be written to '{key.cache.name}'"
         self.work.fused(names, made, rule=rule, because=because, line=line)
 
     def _query_alone(self, rotary: Rotary) -> Node:
-        assert rotary.turned_query is not None
+        assert rotary.rotated_query is not None
         with self.work.graph.inserting_before(rotary.node):
             alone = self.work.graph.call_function(
                 ops.rotary.default, (rotary.query, rotary.cos, rotary.sin, rotary.interleaved)
             )
         inherit_all(alone, [rotary.node])
-        alone.meta["val"] = rotary.turned_query.meta["val"]
-        rotary.turned_query.replace_all_uses_with(alone)
+        alone.meta["val"] = rotary.rotated_query.meta["val"]
+        rotary.rotated_query.replace_all_uses_with(alone)
         return alone
 
     def _erase(self, rotary: Rotary) -> None:
-        for node in dict.fromkeys((rotary.turned_query, rotary.turned_key, rotary.node)):
+        for node in dict.fromkeys((rotary.rotated_query, rotary.rotated_key, rotary.node)):
             if node is not None:
                 self.work.graph.erase_node(node)
 
@@ -327,7 +328,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Rotary:
-    """`node` turns a key, and maybe a query, into `turned_key` and `turned_query`."""
+    """`node` rotates a key, and maybe a query, into `rotated_key` and `rotated_query`."""
 
     node: Node
     query: Node | None
@@ -335,8 +336,8 @@ class Rotary:
     cos: Node
     sin: Node
     interleaved: bool
-    turned_query: Node | None
-    turned_key: Node
+    rotated_query: Node | None
+    rotated_key: Node
 
 
 def why_not(motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> Refusal | None:
@@ -349,7 +350,7 @@ class _Proof:
         self.motion, self.aliases = motion, motion.aliases
         self.rotary, self.writes = rotary, writes
         self.place = max(write.node for write in writes)
-        self.own = {rotary.node, rotary.turned_key, *(write.node for write in writes)}
+        self.own = {rotary.node, rotary.rotated_key, *(write.node for write in writes)}
         self.joins_query = len(writes) == 2
 
     def checks(self) -> Iterator[Refusal | None]:
@@ -358,8 +359,8 @@ class _Proof:
         yield motion.unknown((*operands, *caches, *self.own))
         yield motion.across_streams(self.rotary.node, self.place, self._beside())
         yield self._query_is_used_before()
-        yield self._shared_memory([*operands, self.rotary.turned_key])
-        yield motion.moved_before((*operands, self.rotary.turned_key, *caches))
+        yield self._shared_memory([*operands, self.rotary.rotated_key])
+        yield motion.moved_before((*operands, self.rotary.rotated_key, *caches))
         for write in self.writes:
             yield motion.used_between(write.cache, write.node, self.place, "the other cache is written", self.own)
         first = min(write.node for write in self.writes)
@@ -381,12 +382,12 @@ class _Proof:
     def _beside(self) -> list[Node]:
         """The nodes that have to be on the stream of the rotary embedding."""
         users = [user for write in self.writes for user in write.node.users if user.op != "output"]
-        return [*self.own, *users, *([] if self.rotary.turned_query is None else [self.rotary.turned_query])]
+        return [*self.own, *users, *([] if self.rotary.rotated_query is None else [self.rotary.rotated_query])]
 
     def _query_is_used_before(self) -> Refusal | None:
-        if not self.joins_query or self.rotary.turned_query is None:
+        if not self.joins_query or self.rotary.rotated_query is None:
             return None
-        early = next((user for user in self.rotary.turned_query.users if not self.place < user), None)
+        early = next((user for user in self.rotary.rotated_query.users if not self.place < user), None)
         if early is None:
             return None
         return Refusal(f"the rotated query is used by '{early.name}' before the caches are written")

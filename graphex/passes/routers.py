@@ -21,7 +21,8 @@ from torch.fx import Graph, Node
 from graphex.analysis import node_line
 from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
-from graphex.rewrite.base import Refusal, Work, inherit_all
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 
 aten = torch.ops.aten
 experts = torch.ops.graphex.experts.default
@@ -178,7 +179,7 @@ def _of_all(chosen: Node, values: Node, top: Any) -> Router | None:
 
 
 def _scaled(values: Any, inner: set[Node]) -> tuple[Any, tuple[bool, float, float]]:
-    """Through a cast, a factor and a division by the sum: what these are applied to, and which they are."""
+    """The values that a cast, a factor and a division by their sum are applied to, and which of these there are."""
     normalised, epsilon, scale = False, 0.0, 1.0
     node = values
     if (cast := called(node, aten._to_copy.default)) is not None and cast.kwargs.keys() <= {"dtype"}:

@@ -83,7 +83,7 @@ Path = tuple[View, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A node whose value is what this window of the input holds at that time."""
+    """A node, and the window of the input that holds its value at that time."""
 
     node: Node
     path: Path = ()

@@ -70,7 +70,7 @@ LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second produc
 
 @dataclass(frozen=True)
 class RegionCode:
-    """What Inductor made of a region: a function that takes a list and empties it, its source, and the time it took.
+    """Inductor's code for a region: a function that takes a list and empties it, its source, and the time it took.
 
     `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
     kernels for each product and convolution, and keep the fastest. `inlined` are fused ops that it was given the
@@ -141,6 +141,8 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     started = time.perf_counter()
     if rounds_quotients(body.graph):
         patches |= known_settings({"eager_numerics.division_rounding": True})
+    if any(map(is_formula, body.graph.nodes)) and not _is_on_gpu(inputs):
+        patches |= known_settings({"epilogue_fusion": False})  # C++ code for `flex_attention` raises where it has one
     formulas = inlined_ops(body.graph)
     odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if is_odd_product(node)]
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
@@ -157,6 +159,10 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     source = "\n\n".join(sources)
     about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": len(odd)}
     return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, **about)
+
+
+def _is_on_gpu(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.device.type == "cuda" for value in inputs)
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -38,16 +38,17 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graphex.analysis import node_line
+from graphex.analysis import Aliases, node_line
+from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import RegionContract, is_body, is_formula, is_kernel, is_number, operator_of
 from graphex.analysis.graphs import extract, values_from_outside
 from graphex.analysis.memory import bytes_of, contract_of
@@ -102,7 +103,7 @@ class Growth:
 
 
 class _Members:
-    """What a partition may hold, as `Partitioner` asks for it; keeps the reasons of the others."""
+    """Answers `Partitioner` which nodes a partition may hold; keeps the reasons against the others."""
 
     def __init__(self, device: torch.device, kept: frozenset[str], tail: frozenset[Node]) -> None:
         self._device, self._kept, self._tail = device, kept, tail
@@ -124,7 +125,8 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
     partitions = [list(partition.nodes) for partition in partitioner.propose_partitions()]
     if reason := _why_not_worth_it(gm, partitions):
         return Growth([], _borders(members.outside), [], reason)
-    for nodes in sunk([nodes for partition in partitions for nodes in cut_at_layers(partition)]):
+    segments = [nodes for partition in partitions for nodes in cut_at_layers(partition)]
+    for nodes in sunk(segments, _followed(gm.graph) if len(segments) > 1 else frozenset()):
         if not _is_worth_it(nodes):
             continue
         planned = _plan(gm, nodes)
@@ -244,16 +246,24 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
     return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
 
 
-def sunk(segments: list[list[Node]]) -> list[list[Node]]:
+def _followed(graph: Graph) -> frozenset[Node]:
+    """Nodes that others wait for without reading them: they write to what these have read, or what these may raise
+    has to be raised before.
+    """
+    before = dependencies(graph, Aliases(graph))
+    return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
+
+
+def sunk(segments: list[list[Node]], followed: Collection[Node] = ()) -> list[list[Node]]:
     """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
 
-    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. The parts of a tuple stay
-    with it: what a region takes are tensors.
+    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. One that is `followed` stays,
+    because others have to come behind it. The parts of a tuple stay with it: what a region takes are tensors.
     """
     place: dict[Node, int] = {}
     for number, nodes in enumerate(segments):
         place |= {node: place[owner] if (owner := _tuple_of(node)) in place else number for node in nodes}
-    bound = {node for node in place if not _may_move(node, place)}
+    bound = {node for node in place if node in followed or not _may_move(node, place)}
     for _ in range(ROUNDS):
         home: dict[Node, int] = {}
         for node in reversed(place):
@@ -355,7 +365,7 @@ class Across(NamedTuple):
 
 
 def _across(nodes: list[Node]) -> list[Across]:
-    """What is across each place."""
+    """The values across each place."""
     position = {node: place for place, node in enumerate(nodes)}
     reads, parted = _reads(nodes), _read_by_the_same_kernel(nodes)
     memory = [_memory_of(node, position) for node in nodes]

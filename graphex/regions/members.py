@@ -12,16 +12,16 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, is_random, placement
-from graphex.analysis.dependencies import can_raise, what_raises
+from graphex.analysis.dependencies import can_raise, cause_of_raising
 from graphex.analysis.effects import (
     UNINITIALISED,
     bodies_of,
@@ -33,7 +33,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.ops.definition import SPECS
+from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
 
@@ -175,18 +175,22 @@ def _why_not_pure(node: Node) -> str:
         return "it has an effect besides its value"
     if not can_raise(node) or lookups_of(node) is not None:
         return ""
-    return f"{what_raises(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+    return f"{cause_of_raising(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+
+
+View = tuple[torch._ops.OpOverload, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Lookup:
     """Indices that have to lie in a range, so that reading by them does not raise on a CPU.
 
-    They are an input, seen through views that leave elements out (`parts`): an operator, and its other arguments.
+    They are an input, seen through views, up to the last one that leaves elements out: an operator, and its other
+    arguments.
     """
 
     given: Node
-    parts: tuple[tuple[torch._ops.OpOverload, tuple[Any, ...]], ...]
+    views: tuple[View, ...]
     least: int
     most: int
 
@@ -214,27 +218,28 @@ def lookups_of(node: Node) -> list[Lookup] | None:
 
 
 def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
-    """What has to be looked at for indices in a range: nothing, if they are in it by how they are made."""
+    """The lookups that check indices against a range; none if they are in it by how they are made."""
     if index.meta["val"].dtype not in (torch.int32, torch.int64):
         return None
-    parts: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+    views: list[View] = []
     while (view := _view_of(index)) is not None:
-        index, part = view
-        parts += [] if part is None else [part]
-    if not all(isinstance(each, int) for _, others in parts for each in others):
+        index, seen = view
+        views += [seen] if views or seen[0] in _PARTS else []
+    if not all(isinstance(each, int) for _, others in views for each in pytree.tree_leaves(others)):
         return None
     if index.op == "placeholder":
-        return [Lookup(index, tuple(reversed(parts)), least, most)]
+        return [Lookup(index, tuple(reversed(views)), least, most)]
     by = index.args[1] if index.target is aten.remainder.Scalar else None
     return [] if type(by) is int and least <= 0 < by <= most + 1 else None
 
 
-def _view_of(node: Node) -> tuple[Node, tuple[torch._ops.OpOverload, tuple[Any, ...]] | None] | None:
-    """What a view looks at, and how it leaves elements out, if it does; None for all else."""
+def _view_of(node: Node) -> tuple[Node, View] | None:
+    """The value that a view looks at, and the view; None for other nodes."""
     op = operator_of(node)
     if op in _SAME_ELEMENTS or op in _PARTS:
         value, *others = node.args
-        return value, ((op, tuple(others)) if op in _PARTS else None)  # type: ignore[return-value]
+        assert op is not None
+        return value, (op, _hashable(others))  # type: ignore[return-value]
     owner = node.args[0] if node.target is operator.getitem else None
     if not isinstance(owner, Node) or owner.target is not aten.unbind.int:
         return None
@@ -242,11 +247,15 @@ def _view_of(node: Node) -> tuple[Node, tuple[torch._ops.OpOverload, tuple[Any, 
     return value, (aten.select.int, (dim, node.args[1]))  # type: ignore[return-value]
 
 
+def _hashable(args: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(_hashable(each) if isinstance(each, (list, tuple)) else each for each in args)
+
+
 def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
     """Whether all indices of a call are in their ranges."""
     for lookup in lookups:
         indices = given[lookup.given]
-        for op, others in lookup.parts:
+        for op, others in lookup.views:
             indices = op(indices, *others)
         if indices.numel():
             first, last = torch.aminmax(indices)
@@ -274,7 +283,7 @@ def _why_not_here(node: Node, device: torch.device) -> str:
 
 
 def _read_of(node: Node) -> Any:
-    """What is read of a node's result."""
+    """The parts of a node's result that are read."""
     value = node.meta.get("val")
     if not isinstance(value, (list, tuple)) or any(user.target is not operator.getitem for user in node.users):
         return value
@@ -373,7 +382,10 @@ def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> s
     if dtype is None or not is_pointwise or op in _CASTS or (dtype == torch.bfloat16 and op in _MOVE_NUMBERS):
         return ""
     takes = op in _TAKE_NUMBERS_ON[kind]
-    if any(_is_rounded_first(each, dtype, takes=takes, kind=kind) for each in node.all_input_nodes):
+    first = node.args[0] if kind == "cpu" else None  # eager takes the second as it is, and rounds the first
+    if any(
+        _is_rounded_first(each, dtype, takes=takes and each is not first, kind=kind) for each in node.all_input_nodes
+    ):
         return f"it reads numbers that eager rounds to {dtype}, and Inductor would not"
     numbers = [arg for arg in node.args if isinstance(arg, (int, float))]
     is_known = takes or op in _ROUND_NUMBERS_ON[kind]
@@ -388,7 +400,7 @@ def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str)
     On a GPU, sums and products with what is rounded to bfloat16 differ by rounding, and are let pass.
     """
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype.itemsize <= 2:
+    if not isinstance(value, Tensor) or value.dtype.itemsize == 1 or value.dtype in _WIDENED:
         return False
     if kind == "cpu":
         return bool(value.dim()) or not takes
@@ -399,9 +411,10 @@ def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str)
 def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
     """The type of 16 bits that numbers take beside these tensors; None if it is a wider one."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    deciding = [value.dtype for value in tensors if value.dim()] or [value.dtype for value in tensors]
-    dtype = reduce(torch.promote_types, deciding) if deciding else None
-    return dtype if dtype in _WIDENED else None
+    found = reduce(torch.promote_types, (value.dtype for value in tensors if value.dim()), torch.bool)
+    if not found.is_floating_point and not found.is_complex:  # then those without dimensions decide too
+        found = reduce(torch.promote_types, (value.dtype for value in tensors if not value.dim()), found)
+    return found if found in _WIDENED else None
 
 
 def rounds_numbers(op: torch._ops.OpOverload, values: Iterable[object]) -> bool:
@@ -526,19 +539,35 @@ def inlined_ops(graph: Graph) -> dict[torch._ops.OpOverload, Callable[..., Any]]
         split; silu_mul; masked_fill     one kernel that Inductor writes; two with graphex's for silu_mul
         mm; silu_mul; mm                 a call: there is nothing to join
 
-    Calls of one op in a region are treated alike, as most of them ask for.
+    Calls of one op in a region are treated alike, as most of them ask for; those that have a formula of their own for
+    what they are given are treated each for itself.
     """
     calls: dict[torch._ops.OpOverload, list[bool]] = defaultdict(list)
+    formulas: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
     for node in graph.nodes:
         op = operator_of(node)
         spec = None if op is None else SPECS.get(op._schema.name)
-        if op is not None and spec is not None and spec.inlines:
+        if op is None or spec is None:
+            continue
+        if spec.inlines is True:
             calls[op].append(any(map(is_generated, _joined_with(node))))
-    return {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
+        elif spec.inlines and spec.formula(*map_arg(node.args, _value), **map_arg(node.kwargs, _value)):
+            formulas[op] = partial(_by_formula, spec)
+    joined = {op: SPECS[op._schema.name].reference for op, joins in calls.items() if 2 * sum(joins) > len(joins)}
+    return joined | formulas
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+def _by_formula(spec: OpSpec, *args: Any, **kwargs: Any) -> Any:
+    formula = spec.formula(*args, **kwargs)
+    return NotImplemented if formula is None else formula(*args, **kwargs)
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """What reads the node's results, views left out."""
+    """The nodes that read the node's results, views left out."""
     pending = list(node.users)
     while pending:
         user = pending.pop()
@@ -549,7 +578,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _joined_with(node: Node) -> Iterator[Node]:
-    """What reads the node's results, and what makes values for it alone, views left out."""
+    """The nodes that read the node's results, and those that make values for it alone, views left out."""
     yield from _readers(node)
     pending = [value for value in node.all_input_nodes if len(value.users) == 1]
     while pending:

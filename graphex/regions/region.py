@@ -6,7 +6,7 @@ Generated code calls `Region.boxed` with a list that is emptied, so that what no
 
 Inductor may pad the rows of a result. Where it does, the result is copied into the strides that the graph promises:
 later nodes, and the caller, rely on these. A capture that copies the result out of its memory anyway takes that copy
-over (`laid_out_by_caller`).
+over (`laid_out_by_caller`). Of `zeros + x` Inductor returns x itself: such a result is copied, too.
 
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
 the one that eager would stop at raises.
@@ -100,6 +100,7 @@ class Region(torch.nn.Module):
         self._placeholders = body.graph.find_nodes(op="placeholder")
         read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
         self._lookups = list(dict.fromkeys(lookup for lookups in read for lookup in lookups))
+        self._shared: frozenset[int] = frozenset()
         self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
 
     def take(self, code: RegionCode) -> None:
@@ -127,10 +128,11 @@ class Region(torch.nn.Module):
             results = self._uncompiled(given)  # raises what eager raises, if it is the call that is wrong
             self._give_up(f"the compiled code raised {one_line(error)}")
             return results
-        if problem := _why_not_as_promised(self._promised, symbols, given, results):
+        if problem := _why_not_as_promised(self._promised, symbols, results):
             self._give_up(problem)
             return self._uncompiled(given)
-        is_laid_out = all(
+        self._shared = _sharing(given, results)
+        is_laid_out = not self._shared and all(
             result.stride() == _numbers(symbols, value.stride())
             for value, result in zip(self._promised, results, strict=True)
         )
@@ -142,17 +144,22 @@ class Region(torch.nn.Module):
         return self._laid_out(symbols, self.code.run(args))
 
     def _laid_out(self, symbols: Symbols, results: Sequence[Tensor]) -> list[Tensor]:
-        """The results in the strides of the graph: those that have others are copied."""
+        """The results in the strides of the graph and memory of their own: those that have others are copied."""
         strides = [_numbers(symbols, value.stride()) for value in self._promised]
         return [
-            result if result.stride() == stride else self._in_strides(place, result, stride)
+            result
+            if result.stride() == stride and place not in self._shared
+            else self._in_strides(place, result, stride)
             for place, (result, stride) in enumerate(zip(results, strides, strict=True))
         ]
 
     def _in_strides(self, place: int, value: Tensor, stride: tuple[int, ...]) -> Tensor:
-        if all(size <= 1 or one == other for size, one, other in zip(value.shape, value.stride(), stride, strict=True)):
+        is_own = place not in self._shared
+        if is_own and all(
+            size <= 1 or one == other for size, one, other in zip(value.shape, value.stride(), stride, strict=True)
+        ):
             return value.as_strided(value.shape, stride)  # they differ only where a dimension has one element
-        if (self, place) in _asked.results and _has_room(value, stride):
+        if is_own and (self, place) in _asked.results and _has_room(value, stride):
             promised = value.as_strided(value.shape, stride)
             _asked.left.append(Unlaid(value, promised))
             return promised
@@ -179,28 +186,30 @@ class Region(torch.nn.Module):
         return known
 
 
-def _why_not_as_promised(
-    promised: Sequence[Tensor], symbols: Symbols, given: Sequence[Any], results: Sequence[Any]
-) -> str:
-    """Why compiled results are not what the graph says they are; empty if they are, strides apart.
-
-    No two results may share memory, nor a result with an input: later passes rely on that.
-    """
+def _why_not_as_promised(promised: Sequence[Tensor], symbols: Symbols, results: Sequence[Any]) -> str:
+    """Why compiled results are not what the graph says they are; empty if they are, strides and memory apart."""
     if len(promised) != len(results):
         return f"it returns {len(results)} values instead of {len(promised)}"
-    seen = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor) and value.numel()}
     for place, (value, result) in enumerate(zip(promised, results, strict=True)):
         if not isinstance(result, Tensor) or result.dtype != value.dtype or not _is_on(value.device, result):
             return f"result {place} has another type than the graph says"
         if tuple(result.shape) != _numbers(symbols, value.shape):
             return f"result {place} has the sizes {tuple(result.shape)}, and not {_numbers(symbols, value.shape)}"
-        if not result.numel():
-            continue
-        memory = result.untyped_storage().data_ptr()
-        if memory in seen:
-            return f"result {place} shares its memory with another result or an input"
-        seen.add(memory)
     return ""
+
+
+def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
+    """The places of results that share memory with an input or an earlier result: later passes rely on it that none
+    does.
+    """
+    seen = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor) and value.numel()}
+    places = set()
+    for place, result in enumerate(results):
+        memory = result.untyped_storage().data_ptr()
+        if result.numel() and memory in seen:
+            places.add(place)
+        seen.add(memory)
+    return frozenset(places)
 
 
 def _is_on(device: torch.device, result: Tensor) -> bool:

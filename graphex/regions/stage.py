@@ -61,7 +61,8 @@ from graphex.regions.compiler import (
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import computed_indices, is_generated
 from graphex.regions.region import Region
-from graphex.rewrite.base import GraphPass, Work, evaluate, fake_mode_of, inherit
+from graphex.rewrite.base import GraphPass, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.symbolic import pytree
@@ -174,7 +175,7 @@ class CompileRegions(GraphPass):
             return None
 
     def _say(self, work: Work, what: str, reason: str, *, warn: bool = False) -> None:
-        """Put on record what is done without; a user who could expect it is warned too."""
+        """Record that something is done without, and why; a user who could expect it is warned too."""
         work.remark = reason
         if warn:
             work.fall_back_later(what, reason, "")

@@ -4,9 +4,9 @@ How a graph moves through this room: the runner keeps a copy of it, gives it to 
 repairs the metadata of nodes that a user's pass has made, checks the graph, and records what was done; a pass of ours
 that failed is undone by the copy. In the order to read:
 
-base         a pass (`GraphPass`) and the object it works on (`Work`): the graph, its facts, the pen for the journal;
-             values, source lines, streams and origins of nodes that foreign code has made
+base         a pass (`GraphPass`) and the object it works on (`Work`): the graph, its facts, the pen for the journal
 runner       everything that happens around a pass: timing, checks, records, roll-back
+metadata     values, source lines, streams and origins of nodes: handed on by passes, restored after a user's
 adapter      every form in which a user may write a pass, turned into a `GraphPass`
 partition    the proof that a node may move, asked by all passes that move nodes; a graph split into the largest parts
              that a compiler or a device supports

@@ -1,4 +1,4 @@
-"""Turn whatever a user wrote as a pass into a `GraphPass`.
+"""Turn a user's pass, in any of its forms, into a `GraphPass`.
 
 Understood are the signature ``fn(gm, example_inputs, config) -> None`` and every form of PyTorch's guide to ATen
 transformations:

@@ -101,7 +101,7 @@ class DebugFiles:
 
 
 def open_debug_files(debug_directory: Path | None, names: Mapping[str, str]) -> DebugFiles:
-    """`names`: what files and folders are called, where not as at the top of this module."""
+    """The debug files of a compilation. `names` replaces names of files and folders in the list above."""
     if debug_directory is None:
         return DebugFiles()
     rank, size = rank_and_size()

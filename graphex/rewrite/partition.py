@@ -39,7 +39,8 @@ from graphex.analysis.dependencies import dependencies, epoch_of
 from graphex.analysis.effects import is_work, operator_of
 from graphex.analysis.graphs import extract, topological_order, values_from_outside
 from graphex.ops.scope import CORES
-from graphex.rewrite.base import Refusal, Work, inherit
+from graphex.rewrite.base import Refusal, Work
+from graphex.rewrite.metadata import inherit
 from graphex.torch_private.graphs import qualified_name, write_code
 
 
@@ -146,7 +147,7 @@ def can_stand_before(node: Node, place: Node) -> bool:
 
 
 def bring_before(node: Node, place: Node) -> None:
-    """Move a view, and what it is made of, in front of `place` (`can_stand_before` says that this can be done)."""
+    """Move a view, and the nodes it is made of, in front of `place`, where `can_stand_before` allows it."""
     if node < place or node.op == "placeholder":
         return
     for value in node.all_input_nodes:

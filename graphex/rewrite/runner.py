@@ -24,8 +24,9 @@ from graphex.analysis.graphs import raised_in, text_of, value_key
 from graphex.analysis.happens_before import moved_across_a_write, stamp_order
 from graphex.errors import PassError, RuleError, StreamError, one_line
 from graphex.records import PassRan, Record
-from graphex.rewrite.base import GraphPass, PassWatch, Work, repair
+from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.compilation import Compilation, readable
+from graphex.rewrite.metadata import PassWatch, repair
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
 from graphex.torch_private.graphs import copy_graph, graph_module, set_graph, write_code
 from graphex.torch_private.symbolic import pytree
@@ -94,7 +95,7 @@ def check_numbers(graph: Graph, who: str) -> None:
 
 
 def check_results(graph: Graph, interface: Interface, who: str) -> None:
-    """Refuse results of another type or shape: what comes behind the graph was compiled for those before."""
+    """Refuse results of another type or shape: the code behind the graph was compiled for the old ones."""
     for at, (found, before) in enumerate(zip(interface_of(graph).values, interface.values, strict=True)):
         if isinstance(before, torch.Tensor) and isinstance(found, torch.Tensor) and _certainly_differ(found, before):
             raise PassError(f"{who} left output {at} as {_about(found)}; it was {_about(before)}. {MAY_NOT}")
@@ -140,7 +141,7 @@ log = logging.getLogger("graphex")
 
 @dataclass(frozen=True)
 class Step:
-    """A pass that changed the graph, and the graph before it: what verification can go back to."""
+    """A pass that changed the graph, and the graph before it, which verification can go back to."""
 
     graph_pass: GraphPass
     before: GraphModule
@@ -204,7 +205,7 @@ class Runner:
         self._show(f"after_{graph_pass.name}", stage=stage, changed=changed)
 
     def _apply(self, graph_pass: GraphPass, records: list[Record]) -> tuple[bool, str]:
-        """Run the pass and check what it left: whether the graph changed, and what there is to say about it."""
+        """Run the pass and check the graph that it left. Returns whether the graph has changed, and a remark."""
         work = Work(
             self.gm,
             self.example_inputs,
@@ -295,10 +296,10 @@ class Runner:
         if wanted:
             self.compilation.files.graph(self.phase, title, readable(self.gm))
         if changed:
-            self._take_picture()
+            self._add_to_history()
 
-    def _take_picture(self) -> None:
-        """For a report, where one was asked for. What goes wrong with it costs the report, not the compilation."""
+    def _add_to_history(self) -> None:
+        """Add a snapshot of the graph, where a report was asked for. An error costs the report, not the compilation."""
         journal = self.compilation.journal
         if journal.history is None:
             return
@@ -319,7 +320,7 @@ def _raised_at(error: Exception) -> str:
 
 
 def _targets(graph: Graph) -> Counter[str]:
-    """How often each thing is called: the difference of two of these is what a pass did."""
+    """How often each op or module is called: the difference of two counts is the work of a pass."""
     return Counter(str(node.target) if node.op.startswith("call") else node.op for node in graph.nodes)
 
 

@@ -329,7 +329,7 @@ class InPlace:
 
 
 class Kept:
-    """What one replay has kept for its backward, in place of the tensors: it is in use as long as this lives."""
+    """Stands for the values that one replay has kept for its backward: they are in use as long as this lives."""
 
     __slots__ = ("__weakref__", "outputs")
 
@@ -343,7 +343,7 @@ class Kept:
             args[index] = tensor
 
     def filled(self, args: Sequence[Any]) -> tuple[list[Any], frozenset[int]]:
-        """The same in a list of its own, with the graph's own tensors, which nobody may keep; and those places."""
+        """A copy of the list with the graph's own tensors, which the caller must not keep, and the places of these."""
         kept, missing = iter(self.outputs.kept), frozenset(place for place, value in enumerate(args) if value is None)
         return [next(kept) if value is None else value for value in args], missing
 
@@ -429,7 +429,7 @@ class OutputPlan:
         return self._owners.own(tensor)
 
     def give_up(self, readers: Mapping[int, int]) -> tuple[dict[int, Tensor], Callable[[], bool]]:
-        """Stop owning what is kept for readers, where nothing else holds it: the pool may use the memory again.
+        """Stop owning kept values, where nothing but readers holds them: the pool may use their memory again.
 
         `readers` counts the tensors of a call that read a storage, by its address. Returns tensors on the memory that
         is given up, by that address, and a function that says whether anything but so many readers holds any of it.
@@ -473,13 +473,13 @@ class OutputPlan:
         return copies
 
     def look(self) -> Iterable[Tensor]:
-        """Tensors on what is kept, in the order of their places."""
+        """Tensors on the kept values, in the order of their places."""
         self.was_looked_at = True
         # There are hundreds of them. A new tensor on the same memory costs least without a version to share.
         return map(_new_on_its_memory, self.kept)
 
     def take_unseen(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results, with None for those that are kept, and behind them what stands for these.
+        """The results, with None for those that are kept, and a `Kept` behind them.
 
         Called after a replay that nothing kept was in the way of.
         """

@@ -91,18 +91,14 @@ class CapturedProgram(program.GraphProgram):
         the inputs that other pieces have made; None if all come from the user. `tail` runs after each replay.
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
-        self._saved = graph.saved if graph.phase == "backward" else None
-        self._frees_in_order = graph.streams is None  # memory that one stream has read may still be read by another
-        self._received: list[int] = []  # inputs that the forward's graphs keep
-        self._in_use = 0
-        self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
+        config = compilation.config
         self._compilation, self._graph_name, self._device, self._run = compilation, graph.name, device, run
         self._functional = graph.functional  # None for a piece: the program around all pieces runs such calls
-        config = compilation.config
         self.is_whole = compilation.is_whole
         self._limit, self._force = config.capture_limit, config.force_recapture
         self._error_mode, self._captures_first = config.capture_error_mode, config.capture_first_call
         self._shares_pool = config.reuse_graph_pool_in_same_fx
+        self._frees_in_order = graph.streams is None  # memory that one stream has read may still be read by another
         aliases = Aliases(gm.graph)
         plan = self._plan = CapturePlan.of(gm, aliases, device, static_inputs, config, kinds or {}, from_pieces, tail)
         super().__init__([*plan.written, *plan.moving])
@@ -114,23 +110,31 @@ class CapturedProgram(program.GraphProgram):
         self._pool = pool or pool_for(device, config.use_graph_pool)
         self._arena = Arena()
         self._store = Store(self._limit)
-        self._failed: set[Key] = set()
-        self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()
-        self._stays: set[int] = set()
-        self._must_copy: set[int] = set()
-        self._said: set[str] = set()
-        self._owners: set[int] = set()
-        self._moves = 0
+        self._failed: set[Key] = set()  # keys that could not be captured
+        self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()  # keys called once, plain inputs
+        self._stays: set[int] = set()  # plain inputs that came a second time: read where they are
+        self._must_copy: set[int] = set()  # plain inputs that were read where they are, and moved
+        self._said: set[str] = set()  # reasons on record
+        self._owners: set[int] = set()  # parameters whose end frees the graphs that were captured for them
+        self._moves = 0  # captures for moved inputs since the last replay
         self._gave_up = False
         self._counter = graph.counter
         held = HeldResults(compilation, graph.name, plan.output_names, shares_pool=self._shares_pool)
         watch = held.watch if "in place" in plan.kinds else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
-        if graph.saved is not None and graph.phase == "forward":
-            graph.saved.offer(self._store, may_be_kept="kept" in plan.kinds)
-            self._withdraw = graph.saved.withdraw
+        self._share_with_step(graph)
         weakref.finalize(self, self._store.free).atexit = False
+
+    def _share_with_step(self, graph: program.ExecutableGraph) -> None:
+        """A forward says where it keeps what it saves; a backward looks there."""
+        self._saved = graph.saved if graph.phase == "backward" else None
+        self._received: list[int] = []  # inputs that the forward's graphs keep
+        self._in_use = 0  # calls that found kept results in use
+        self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
+        if graph.saved is not None and graph.phase == "forward":
+            graph.saved.offer(self._store, may_be_kept="kept" in self._plan.kinds)
+            self._withdraw = graph.saved.withdraw
 
     def call(self, args: list[Any]) -> Any:
         if program.held_back:
@@ -208,7 +212,7 @@ class CapturedProgram(program.GraphProgram):
         return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
     def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
-        """The results of a backward without tensors for what the forward keeps: its graph reads that where it is."""
+        """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
         pool = self._pool
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
@@ -230,7 +234,7 @@ class CapturedProgram(program.GraphProgram):
                 pool.is_running = False
 
     def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
-        """The graph that reads what a forward's graph keeps where it is, if there is one for this backward."""
+        """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""
         filled, missing = kept.filled(args)
         if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
             return None
@@ -288,7 +292,7 @@ class CapturedProgram(program.GraphProgram):
         return None
 
     def _find(self, key: Key, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
-        """A graph of this key, if there is one for these addresses, and what has moved since it was captured."""
+        """A graph of this key, if there is one for these addresses, and the inputs that have moved since."""
         graph = self._store.latest(key)
         moved = _NOTHING if graph is None else graph.moved(args)
         if graph is not None and not moved:
@@ -426,7 +430,7 @@ class CapturedProgram(program.GraphProgram):
     def _look_for_gradients(self, args: Sequence[Any]) -> None:
         """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards.
 
-        Called without the pool's lock: which one that is is found out here.
+        Called without the pool's lock: the choice of the pool is made here.
         """
         if len(self._store):
             return

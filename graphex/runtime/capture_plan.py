@@ -1,4 +1,4 @@
-"""What is known about the captures of a graph before any call: their key, and how inputs and outputs are treated.
+"""The plan of a graph's captures, made before any call: their key, and how inputs and outputs are treated.
 
 The key is everything that tells one captured graph of a program from another:
 
@@ -190,7 +190,7 @@ class Tail:
     reads: int
 
     def computed(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """What was captured, with the result that is computed later in its place."""
+        """The captured results, with the result that is computed later in its place."""
         end = len(results) - self.reads
         found = [*results[:end]]
         found[self.place] = Computed(self.run, tuple(map(borrowed, results[end:])))
@@ -199,7 +199,19 @@ class Tail:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """How the inputs and outputs of a graph are treated, by their index."""
+    """How the inputs and outputs of a graph are treated. Inputs are named by their index:
+
+    by_address   captured where they are: `static` ones (`parameters`, marked inputs, values `received` from other
+                 pieces), `written` ones, and those that something addresses from the start of their storage
+    looked_at    those of them that each call compares the addresses of
+    unchecked    the others: frozen parameters, which have to be the same objects
+    plain        copied into a buffer by each call, or read where they are if the same tensor comes again
+    hosts        in the memory of the host
+    moving       made by other pieces, written here, and elsewhere in every call; `put_back` if the new value is seen
+
+    `kinds` says how each output gets out (see `buffers`). `unlaid` are results of regions that are copied out from the
+    strides of compiled code.
+    """
 
     names: list[str]
     output_names: list[str]
@@ -320,7 +332,7 @@ def _same_type(one: Node, other: Node) -> bool:
 
 
 def output_leaves(gm: GraphModule) -> list[Any]:
-    """What a graph returns, one by one."""
+    """The results of a graph, one by one."""
     returned = _returned(gm)
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 

@@ -178,7 +178,7 @@ class LastRead:
         return places
 
     def is_shared(self, args: list[Any]) -> bool:
-        """Whether anything but these inputs of a call holds what was saved."""
+        """Whether anything but these inputs of a call holds the saved values."""
         return retains_graph() or self._is_held() or _most_referenced(self._read(args)) > _IN_A_LIST
 
 
@@ -245,7 +245,7 @@ class CapturedGraph:
         return LastRead(owning, self, is_held, picker(list(owning)))
 
     def may_read(self, outputs: OutputPlan) -> bool:
-        """Whether a replay that computes in what a forward has kept would do so in this memory."""
+        """Whether a replay that computes in values kept by a forward would do so in the memory of these."""
         read = self.last_read
         return read is None or (read.keeper.outputs is outputs and not read.keeper.is_freed)
 
@@ -324,19 +324,9 @@ def capture_graph(
     last_read: LastRead | None = None,
 ) -> CapturedGraph:
     """Capture `run` for these inputs. Raises what goes wrong, and leaves nothing behind."""
-    takes_over = plan.clone_input is False
     stays = frozenset(stays) if plan.clone_input == "auto" else _NOTHING
     copied = [index for index in plan.plain if index not in stays]
-    taken = _alone_in_their_memory(plan, args) if takes_over else _NOTHING
-    own = iter(arena.buffers([args[index] for index in copied if index not in taken]))
-    buffers = [InputBuffer(args[index], None) if index in taken else next(own) for index in copied]
-    captured = list(args)
-    for index, buffer in zip(copied, buffers, strict=True):
-        captured[index] = buffer.view
-        if index not in taken:  # a device may look at its inputs while it captures
-            buffer.target.copy_(buffer.source(args[index]))
-    for index in plan.hosts:
-        captured[index] = args[index].clone()
+    captured, buffers = _with_buffers(plan, args, copied, arena)
     run = run if plan.tail is None else plan.tail.captured
     given = list(captured)
     read = _NOTHING if last_read is None else last_read.put_into(given)
@@ -354,6 +344,7 @@ def capture_graph(
         checked = Addresses((*plan.looked_at, *stays), args, plan.unchecked)
         held = [args[index].detach() for index in plan.unchecked]  # the memory, whatever becomes of the parameter
         pool.captures += 1
+        takes_over = plan.clone_input is False
         graph = CapturedGraph(replay, pool, outputs, checked, copied, buffers, held, takes_over, pool.captures)
     except BaseException:
         replay.free()
@@ -362,6 +353,23 @@ def capture_graph(
     if last_read is not None:
         graph.last_read, last_read.keeper.outputs.given_up_to = last_read, graph.number
     return graph
+
+
+def _with_buffers(
+    plan: CapturePlan, args: list[Any], copied: list[int], arena: Arena
+) -> tuple[list[Any], list[InputBuffer]]:
+    """The inputs that a graph is captured on, and the buffers among them, filled for this call."""
+    taken = _alone_in_their_memory(plan, args) if plan.clone_input is False else _NOTHING
+    own = iter(arena.buffers([args[index] for index in copied if index not in taken]))
+    buffers = [InputBuffer(args[index], None) if index in taken else next(own) for index in copied]
+    captured = list(args)
+    for index, buffer in zip(copied, buffers, strict=True):
+        captured[index] = buffer.view
+        if index not in taken:  # a device may look at its inputs while it captures
+            buffer.target.copy_(buffer.source(args[index]))
+    for index in plan.hosts:
+        captured[index] = args[index].clone()
+    return captured, buffers
 
 
 def _alone_in_their_memory(plan: CapturePlan, args: Sequence[Any]) -> frozenset[int]:

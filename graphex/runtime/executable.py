@@ -331,7 +331,7 @@ def generated(graph: ExecutableGraph) -> Boxed:
 
 
 def _keep_code(graph: ExecutableGraph, code: Code) -> None:
-    """For a report, where one was asked for: the program, and what Inductor made of each region."""
+    """Keep the program, and Inductor's code for each region, where a report was asked for."""
     journal = graph.compilation.journal
     if journal.history is None:
         return

@@ -150,7 +150,7 @@ class ReplayGuards:
         return (device.stream, *_WATCHERS, *self._switches, *settings, *captures)
 
     def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
-        """The answers in a call of this key, on this stream, that no mode sees and no one captures."""
+        """The answers in a call of this key, on this stream, that no mode sees and that is not being captured."""
         settings = (key.settings,) if self._has_settings else ()
         captures = (False,) if self._device.can_capture_on(stream) else ()
         return (stream, *_UNWATCHED, *key.switches, *settings, *captures)
@@ -202,7 +202,7 @@ class FastReplay:
 
 
 class Finish(NamedTuple):
-    """What a replay does besides the device's work, for all captured graphs of a program.
+    """The host's work in a replay, for all captured graphs of a program.
 
     `numbers` are the outputs that the host computes, and the program that does; `returns_one` undoes the tuple of
     results. `watch` looks for results of the last replay that are still held, before they are overwritten.
@@ -334,7 +334,7 @@ class Bypass(Program):
 
 
 class SavedValues(NamedTuple):
-    """What a forward saves, in two parts: autograd watches the values that the user could write to, by their version.
+    """The values that a forward saves, in two parts: autograd watches those that the user could write to, by version.
 
     `seen` are the places of these and of the results, `in_order` puts both parts back where the backward takes them.
     """

@@ -1,7 +1,7 @@
-"""What a process prepares once: the C++ that checks a replay.
+"""The check of a replay in C++: compiled once on each machine, loaded once in each process.
 
-The check of a replay looks at hundreds of inputs in every call. Its C++ is compiled on the machine it runs on, in a
-thread while the first graph is still being made (`get_ready_meanwhile`):
+The check looks at hundreds of inputs in every call. Its C++ is compiled on the machine it runs on, in a thread while
+the first graph is still being made (`load_in_background`):
 
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
         native/fits-5f1c0a52e2c1.cpython-312-x86_64-linux-gnu.so.sealed     a shared object behind its hash
@@ -170,17 +170,17 @@ _beginning = threading.Lock()
 _is_begun = False
 
 
-def get_ready_meanwhile(journal: Journal) -> None:
-    """Begin, once in a process. A failure is on record, and shows again, or does not matter, where it is needed."""
+def load_in_background(journal: Journal) -> None:
+    """Load the check in a thread, once in a process. After a failure, which is on record, the check runs in Python."""
     global _is_begun
     with _beginning:
         if not _is_begun:
             _is_begun = True
             about = "graphex: compiling C++"
-            threading.Thread(target=_get_native_ready, args=(journal,), name=about, daemon=True).start()
+            threading.Thread(target=_load, args=(journal,), name=about, daemon=True).start()
 
 
-def _get_native_ready(journal: Journal) -> None:
+def _load(journal: Journal) -> None:
     try:
         load(lambda what, reason: journal.fall_back(FellBack("-", what, reason)))
     except Exception as error:

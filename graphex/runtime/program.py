@@ -108,7 +108,7 @@ class ExecutableGraph:
         return "/".join(filter(None, (self.phase, self.version, piece)))
 
     def fall_back(self, what: str, reason: object, at: Node | None = None) -> None:
-        """Put on record what is done without, and why."""
+        """Record that something is done without, and why."""
         where = {} if at is None else {"node": at.name, "line": node_line(at)}
         self.compilation.fall_back(self.name, what, reason, **where)
 
@@ -175,7 +175,7 @@ class GraphProgram(Program):
 
     @abstractmethod
     def call(self, args: list[Any]) -> Any:
-        """Run, whatever the thread does around it."""
+        """Run for these inputs; `__call__` deals with a thread that warms up."""
 
     def rehearse(self, args: list[Any]) -> None:
         """Run eagerly, if a capture for these inputs needs that first; the programs inside rehearse for themselves."""
@@ -380,7 +380,7 @@ def repeated(written: list[int], known: dict[int, Count], *, elsewhere: bool) ->
 
 @contextmanager
 def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """A capture computes nothing: undo what the captured ops count."""
+    """Undo the writes that captured ops count: a capture computes nothing."""
     seen = [tensor for tensor in tensors if not tensor.is_inference()] if sets_versions() else []
     before = [tensor._version for tensor in seen]
     try:

@@ -113,7 +113,7 @@ _moved: ContextVar[tuple[torch.device, torch.device] | None] = ContextVar("moved
 
 @contextmanager
 def moved(before: torch.device, now: torch.device) -> Iterator[None]:
-    """What is unpickled by `unpickled`, or loaded by `aot_loaded`, is for the device `now` where it was for another."""
+    """Inside, `unpickled` and `aot_loaded` put objects that were on the device `before` on the device `now`."""
     token = _moved.set((before, now))
     try:
         yield
@@ -128,7 +128,7 @@ def moved_device(device: torch.device) -> torch.device:
 
 
 def unpickled(data: bytes) -> Any:
-    """What was pickled, on the device that `moved` asks for: its devices, fake tensors and real ones."""
+    """An object from its pickle; devices, fake tensors and real ones in it are on the device that `moved` asks for."""
     return pickle.loads(data) if _moved.get() is None else _Unpickler(io.BytesIO(data)).load()
 
 

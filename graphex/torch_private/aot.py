@@ -110,7 +110,7 @@ def donate_nothing() -> None:
 
 
 def is_autocast_on() -> bool:
-    """Whether any device's is: then AOTAutograd turns it off around the calls of what it compiles now."""
+    """Whether autocast is on for any device: AOTAutograd then turns it off around calls of what it compiles now."""
     return bool(_any_autocast())
 
 
@@ -254,7 +254,7 @@ def step_metadata() -> Any:
 
 
 def packed_step(metadata: Any, gradients: Sequence[Any]) -> bytes | str:
-    """What AOTAutograd's wrapper around a training step is made of, or why it cannot be made again of it.
+    """The data from which AOTAutograd's wrapper around a training step can be made again, or why there are none.
 
     `gradients` are the results of the backward. One without a gradient may be an input that the wrapper detaches.
     """

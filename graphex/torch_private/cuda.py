@@ -88,7 +88,7 @@ def clear_cublas_workspaces() -> None:
 
 
 def stop_allocating_to(pool: tuple[int, int], device: int, *, release: bool) -> None:
-    """Undo what the allocator was told when a capture began that could not be ended.
+    """Let the allocator stop serving from a pool, after a capture that could not be ended.
 
     Whether torch has done so itself, before it found the capture invalid, depends on its version.
     """

@@ -499,7 +499,7 @@ _UNTOUCHED = ("require_backward_grad_sync", "require_forward_param_sync", "_stat
 
 @contextmanager
 def without_reducing(module: object) -> Iterator[None]:
-    """Calls of a DistributedDataParallel that nobody calls `backward` on: they are none of its iterations.
+    """Calls of a DistributedDataParallel without a backward: they are none of its iterations.
 
     `no_sync` alone would do for most. But the call after it does not broadcast buffers, and with `static_graph=True`
     the first call of all is the one in which gradients are reduced late.

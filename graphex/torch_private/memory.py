@@ -86,7 +86,7 @@ _storage_at = private(
     "torch._C._construct_storage_from_data_pointer", None, lost="captured graphs share less of their memory"
 )
 _storage_uses = private(
-    "torch._C._storage_Use_Count", lambda storage: 0, lost="nobody warns of results that are overwritten while held"
+    "torch._C._storage_Use_Count", lambda storage: 0, lost="results that are overwritten while held get no warning"
 )
 retains_graph: Callable[[], bool] = private(
     "torch._C._autograd._get_current_graph_task_keep_graph",

@@ -87,7 +87,7 @@ def as_host(tensor: Tensor) -> Tensor:
     """A tensor of the npu as one of the CPU, on the same memory."""
     storage = tensor.untyped_storage()
     host: Any = getattr(storage, _HOST, None)
-    if host is None:  # made from an address; whoever did so keeps the memory alive
+    if host is None:  # made from an address, by code that keeps the memory alive
         host = _storage_at(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
         setattr(storage, _HOST, host)
         setattr(host, _RELABELLED, weakref.ref(storage))
@@ -96,7 +96,7 @@ def as_host(tensor: Tensor) -> Tensor:
 
 
 def set_metadata(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """Let `tensor` be what `like` is, on `storage`."""
+    """Give `tensor` the sizes, strides and storage offset of `like`, on `storage`."""
     where = (storage, like.storage_offset(), like.size(), like.stride())
     changed: Tensor = aten.set_.source_Storage_storage_offset.redispatch(_host_keys(), tensor, *where)
     return changed

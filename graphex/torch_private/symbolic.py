@@ -91,7 +91,7 @@ def hint_of(value: int | torch.SymInt, default: int) -> int:
 
 
 class NewGuardError(Exception):
-    """Something asked about a symbolic size what is not known for all its values."""
+    """A question about a symbolic size has no answer that holds for all its values."""
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def unlogged(logger: str, is_dropped: Callable[[logging.LogRecord], bool]) -> It
 
 
 def quiet_fakes() -> AbstractContextManager[None]:
-    """Let an op on fake tensors fail without torch's stack traces on the screen: whoever tries it handles the error."""
+    """Let an op on fake tensors fail without torch's stack traces on the screen: the caller handles the error."""
     return unlogged(FakeTensor.__module__, lambda record: True)
 
 

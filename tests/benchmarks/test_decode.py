@@ -15,7 +15,17 @@ from benchmarks.decode_profile import Kernel, Op, assign, moved_by, profile, put
 from benchmarks.decode_targets import missed, unknown
 from benchmarks.decoding import MODELS, Setting, build, error, in_float32, step_of
 from benchmarks.rows import Job, Row, Store, here
-from benchmarks.variants import AUTOTUNE, CUDAGRAPHS, DEFAULT, EAGER, GRAPHEX, GRAPHEX_UNTUNED, REDUCE, REDUCE_MARKED
+from benchmarks.variants import (
+    AUTOTUNE,
+    AUTOTUNE_MARKED,
+    CUDAGRAPHS,
+    DEFAULT,
+    EAGER,
+    GRAPHEX,
+    GRAPHEX_UNTUNED,
+    REDUCE,
+    REDUCE_MARKED,
+)
 from benchmarks.variants import STOCK as STOCK_VARIANTS
 from benchmarks.workers import Plan, Worker, measure
 
@@ -154,6 +164,12 @@ def test_rows_compile_together_and_are_measured_one_by_one() -> None:
     order += [f"{stage} {names[2]}" for stage in ("build", "compile", "measure")]
     assert seen == order
     assert [each.compiled for each in store.rows] == ["beside 1 more", "beside 1 more", "alone"]
+
+
+def test_rows_that_time_kernels_in_turn_compile_together() -> None:
+    jobs = [Job(STEP, variant) for variant in (DEFAULT, AUTOTUNE, AUTOTUNE_MARKED)]
+    _, store = measured(jobs, together=3, in_turn=True)
+    assert [each.compiled for each in store.rows] == ["alone", "beside 1 more", "beside 1 more"]
 
 
 def test_a_row_with_kernels_of_others_says_so() -> None:

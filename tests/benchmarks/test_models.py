@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import models
+from benchmarks import models, models_worker
 from benchmarks.models_rows import Row, Rows, inductor_beside
 from benchmarks.models_targets import means, missed
 from benchmarks.subjects import Setting, error, first_floating
@@ -101,6 +102,36 @@ def test_rows_that_compile_alone_come_last() -> None:
     order = models.jobs([BERT, Setting("unet")], chosen)
     assert [job.variant for job in order[-4:]] == [AUTOTUNE, GRAPHEX_AUTOTUNE] * 2
     assert {job.setting for job in order[:6]} == {BERT}
+
+
+def test_max_autotune_may_be_measured_of_some_models_only() -> None:
+    given = ["--variants", REDUCE.name, GRAPHEX.name, "--max-autotune", "bert"]
+    options = models.parser().parse_args(given)
+    order = models.jobs([BERT, Setting("unet")], models.variants("cuda", options), options.max_autotune)
+    assert [(job.setting.model, job.variant) for job in order] == [
+        *(("bert", REDUCE), ("bert", GRAPHEX), ("unet", REDUCE), ("unet", GRAPHEX)),
+        *(("bert", AUTOTUNE), ("bert", GRAPHEX_AUTOTUNE)),
+    ]
+
+
+def test_kernels_are_timed_by_one_worker_at_a_time(tmp_path: Path) -> None:
+    turns, order = [models_worker.Turn(tmp_path / "device") for _ in range(2)], []
+    began = threading.Event()
+
+    def first() -> None:
+        def inner() -> None:
+            began.set()
+            threading.Event().wait(0.2)
+            order.append("first")
+
+        turns[0].awaited(turns[0].awaited(inner))()
+
+    other = threading.Thread(target=first)
+    other.start()
+    began.wait()
+    turns[1].awaited(lambda: order.append("second"))()
+    other.join()
+    assert order == ["first", "second"]
 
 
 def test_options_are_passed_only_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

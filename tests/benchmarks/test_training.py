@@ -24,13 +24,20 @@ def test_a_worker_trains_as_eager_does(tmp_path: Path) -> None:
     assert "the device 'cpu' has no graphs" in facts["remark"]
 
 
-@pytest.mark.parametrize("sizes", [["small"], ["middle", "large"], ["small", "middle", "large"]])
+@pytest.mark.parametrize("sizes", [["small"], ["middle", "large"], ["large", "small"], ["small", "middle", "large"]])
 def test_every_model_has_a_small_a_middle_and_a_large_batch(sizes: list[str]) -> None:
     options = command().parse_args(["--batches", *sizes])
+    found = settings_of(list(MODELS), "cuda", options)
     for name, case in MODELS.items():
         named = dict(zip(("small", "middle", "large"), case.batches, strict=True))
         assert sorted(case.batches) == list(case.batches)
-        assert [each.batch for each in settings_of(name, "cuda", options)] == [named[size] for size in sizes]
+        assert [each.batch for each in found if each.model == name] == [named[size] for size in sizes]
+
+
+def test_rows_of_the_batch_that_is_named_first_come_first() -> None:
+    options = command().parse_args(["--batches", "middle", "small"])
+    found = settings_of(["gpt2", "llama"], "cuda", options)
+    assert [(each.model, each.batch) for each in found] == [("gpt2", 8), ("llama", 2), ("gpt2", 1), ("llama", 1)]
 
 
 def test_rows_are_compared_with_reduce_overhead() -> None:

@@ -6,9 +6,12 @@ import copy
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import CO_GENERATOR
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -507,6 +510,104 @@ def test_an_exception_before_the_optimizer_leaves_parameters_as_they_were(where)
     assert all(each.grad is None for each in model.parameters())
     step(x, y)
     assert count(step, "captured") == 1
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("broken", [0, 1, 2, 3, 6], ids="the {0.real}th call".format)
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_an_exception_in_the_middle_of_a_step_leaves_what_eager_leaves(place, broken, where):
+    """Whether the call would have compiled, been watched, been captured or been a replay."""
+
+    def training(decorate: Callable[..., Any]) -> tuple[list[float], Any, nn.Module, Any]:
+        model, switch = model_on(where), {"place": ""}
+        optimizer = adam(model)
+
+        def reached(place: str) -> None:
+            if switch["place"] == place:
+                raise ArithmeticError(place)
+
+        @decorate
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y)
+            reached("forward")
+            loss.backward()
+            reached("backward")
+            optimizer.step()
+            reached("optimizer")
+            optimizer.zero_grad()
+            return loss
+
+        torch.manual_seed(3)
+        losses = []
+        for number, batch in enumerate(tokens(where)):
+            if number == broken:
+                switch["place"] = place
+                with pytest.raises(ArithmeticError, match=place):
+                    step(*batch)
+                switch["place"] = ""
+                left = copy.deepcopy([(each.detach(), each.grad) for each in model.parameters()])
+                model.zero_grad()
+            losses.append(float(step(*batch)))
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        return losses, left, model, step
+
+    found, left, mine, step = training(graphex.train_step)
+    wanted, left_by_eager, theirs, _ = training(lambda step: step)
+    close((found, left), (wanted, left_by_eager))
+    same_state(mine, theirs)
+    assert (count(step, "captured"), count(step, "replays") > 1) == (1, True)
+
+
+def test_a_scheduler_that_raises_finds_the_step_done(where):
+    """What the host does after a replay comes after the whole of it: no parameter is half updated."""
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    optimizers = [adam(mine), adam(theirs)]
+
+    class Ending(StepLR):
+        def step(self, epoch: int | None = None) -> None:
+            if self.last_epoch == 6:
+                raise StopIteration
+            super().step()
+
+    step = graphex.train_step(mine, functional.cross_entropy, optimizers[0], scheduler=Ending(optimizers[0], 100))
+    plain = written_out(theirs, optimizers[1])
+    for x, y in points(where)[:6]:
+        close(step(x, y), plain(x, y).detach())
+    x, y = points(where)[6]
+    with pytest.raises(StopIteration):
+        step(x, y)
+    plain(x, y)
+    same_state(mine, theirs)
+    assert all(each.grad is None for each in mine.parameters())
+
+
+def test_a_replay_walks_through_no_modules(where):
+    """They are many, and a cost of the host in every step: what was found once is only compared."""
+    ours = str(Path(graphex.__file__).parent)
+
+    def entered(layers: int) -> list[str]:
+        model = model_on(where, lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))))
+        step = graphex.train_step(model, functional.cross_entropy, adam(model))
+        trained(step, points(where)[:6])
+        found: list[str] = []
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            code = frame.f_code
+            assert code.co_filename != nn.modules.module.__file__
+            is_compared = code.co_flags & CO_GENERATOR or code.co_name == "<lambda>"
+            if event == "call" and code.co_filename.startswith(ours) and not is_compared:
+                found.append(code.co_name)
+
+        before, batch = count(step, "replays"), points(where)[6]
+        sys.setprofile(note)
+        try:
+            step(*batch)
+        finally:
+            sys.setprofile(None)
+        assert count(step, "replays") == before + 1
+        return found
+
+    assert entered(12) == entered(2)
 
 
 def _with(model: nn.Module, state: Any) -> nn.Module:

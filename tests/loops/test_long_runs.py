@@ -60,15 +60,20 @@ def loss_of(result: Tensor, target: Tensor) -> Tensor:
 def parts(kind: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     model = kind()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+
+def step_of(kind: type[nn.Module], *, regions: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    model, optimizer, scheduler = parts(kind)
+    options = {"regions": regions}
+    step = graphex.train_step(model, loss_of, optimizer, scheduler=scheduler, clip_norm=1.0, options=options)
+    return step, (model, optimizer, scheduler)
 
 
 def run(kind: type[nn.Module], steps: range, saved: Path | None = None) -> list[float]:
     """Losses of a captureless step; `saved` is where a checkpoint is read from, or written to at the end."""
-    model, optimizer, scheduler = parts(kind)
-    step = graphex.train_step(model, loss_of, optimizer, scheduler=scheduler, clip_norm=1.0, options={"regions": False})
-    stateful = (model, optimizer, scheduler)
+    step, stateful = step_of(kind)
     if saved is not None and saved.exists():
         states, generator = torch.load(saved)
         for each, state in zip(stateful, states, strict=True):
@@ -95,23 +100,47 @@ def in_eager(kind: type[nn.Module]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", [SmallGPT, SmallResNet])
+both = pytest.mark.parametrize("kind", [SmallGPT, SmallResNet])
+
+
+@both
 def test_two_hundred_steps_are_eagers_bit_for_bit(kind):
     found = run(kind, range(STEPS))
     assert found == in_eager(kind)
     assert found[-1] < found[0]
 
 
-def test_a_run_goes_on_from_a_checkpoint_in_a_fresh_process(tmp_path):
+@both
+def test_one_capture_is_replayed_for_two_hundred_steps(kind, where):
+    """A learning rate is a float32 on the device, and a double to eager."""
+    step, _ = step_of(kind)
+    found = [float(step(*batch(kind, number))) for number in range(STEPS)]
+    torch.testing.assert_close(found, in_eager(kind), rtol=1e-3, atol=1e-4)
+    (counter,) = [each for name, each in step.journal.counts.items() if name.endswith(" step")]
+    assert (counter["captured"], counter["recaptured"], counter["replays"]) == (1, 0, STEPS - 3)
+
+
+@both
+def test_two_hundred_steps_with_compiled_regions_are_eagers_within_float_error(kind, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    step, _ = step_of(kind, regions=True)
+    found = [float(step(*batch(kind, number))) for number in range(STEPS)]
+    torch.testing.assert_close(found, in_eager(kind), rtol=1e-3, atol=1e-4)
+    assert step.journal.regions
+
+
+@both
+def test_a_run_goes_on_from_a_checkpoint_in_a_fresh_process(kind, tmp_path):
     saved = tmp_path / "half_way.pt"
-    whole = in_eager(SmallGPT)
-    assert run(SmallGPT, range(STEPS // 2), saved) == whole[: STEPS // 2]
+    whole = in_eager(kind)
+    assert run(kind, range(STEPS // 2), saved) == whole[: STEPS // 2]
     script = f"""
 import json, torch
 from pathlib import Path
-from tests.loops.test_long_runs import STEPS, SmallGPT, run
+from tests.loops import test_long_runs as module
 torch.set_num_threads(1)
-print("@", json.dumps(run(SmallGPT, range(STEPS // 2, STEPS), Path({str(saved)!r}))))
+steps = range(module.STEPS // 2, module.STEPS)
+print("@", json.dumps(module.run(module.{kind.__name__}, steps, Path({str(saved)!r}))))
 """
     done = python("-c", script)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("@")]

@@ -275,6 +275,17 @@ def test_the_score_of_flexible_attention_is_a_part_of_a_regions_key(uncompiled, 
     assert found[0] == found[1] < found[2]
 
 
+def test_code_behind_flexible_attention_is_compiled_with_it_on_a_cpu():
+    def scaled(x):
+        h = flex_attention(torch.tanh(x), x, x * 2, score_mod=lambda score, batch, head, i, j: score - (i - j).abs())
+        return (h * 2).cos() + 1
+
+    run, x = compiled(scaled), torch.randn(1, 2, 64, 16)
+    close(run(x), scaled(x))
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_a_score_that_reads_by_an_index_stays_outside_on_a_cpu(uncompiled):
     def biased(x, table):
         return attended(x, lambda score, batch, head, i, j: score + table[j])
@@ -319,6 +330,54 @@ def test_a_region_reads_by_indices_and_raises_what_eager_raises():
         assert reason == expected
         close(found, wanted)
     assert (len(regions(run)), borders(run)) == (1, set())
+    assert not graphex.journal(run).fallbacks
+
+
+@pytest.mark.parametrize("place", [(0, 1), (1, 0)])
+def test_a_region_looks_at_the_part_of_the_indices_that_it_reads_by(place):
+    def first_column(x, i):
+        return torch.sin(x)[i.t()[0]] * 2, torch.cos(x)[:, i[None].expand(2, 3, 3)[1, :, 0]] + 1
+
+    run, x, i = compiled(first_column), torch.randn(5, 4), torch.zeros(3, 3, dtype=torch.int64)
+    close(run(x, i), first_column(x, i))
+    i[place] = 9
+    (reason, found), (expected, wanted) = outcome(run, x, i), outcome(first_column, x, i)
+    assert reason == expected
+    close(found, wanted)
+    assert (len(regions(run)), borders(run)) == (1, set())
+
+
+def test_what_may_raise_stays_before_a_write_that_follows_it(uncompiled):
+    def counted(x, i, state):
+        state.add_(1)
+        h = torch.sin(x)[i] * 2
+        state.mul_(3)
+        return torch.cos(h)[:, i] + 1
+
+    run, x = compiled(counted), torch.randn(4, 4)
+    for index in (1, 7, 1):
+        mine, theirs = torch.ones(2), torch.ones(2)
+        (reason, found), (expected, wanted) = (
+            outcome(fn, x, torch.tensor([index]), state) for fn, state in ((run, mine), (counted, theirs))
+        )
+        assert (reason, mine.tolist()) == (expected, theirs.tolist())
+        close(found, wanted)
+    assert len(regions(run)) > 0
+    assert not graphex.journal(run).fallbacks
+
+
+def test_what_reads_a_buffer_before_it_is_written_stays_there(uncompiled):
+    def moved(x, buffer):
+        h = torch.sin(buffer) * 2
+        buffer.add_(torch.cos(x) + 1)
+        return (h + buffer).exp() * 2
+
+    run, x = compiled(moved), torch.randn(4, 4)
+    mine, theirs = torch.ones(4, 4), torch.ones(4, 4)
+    for _ in range(2):
+        close(run(x, mine), moved(x, theirs))
+        close(mine, theirs)
+    assert len(regions(run)) > 0
     assert not graphex.journal(run).fallbacks
 
 
@@ -610,6 +669,21 @@ def test_results_that_are_equal_do_not_share_memory():
     close(right, torch.sin(x) + 1)
 
 
+def test_a_result_that_inductor_takes_for_an_input_is_a_copy():
+    def unchanged(x):
+        return torch.zeros_like(x) + x, x.t() * torch.ones_like(x).t(), x / 1.0, torch.sin(x) + 1
+
+    run, x = compiled(unchanged), torch.randn(4, 8)
+    for _ in range(3):
+        found = run(x)
+        for mine, theirs in zip(found, unchanged(x), strict=True):
+            assert mine.stride() == theirs.stride()
+            close(mine, theirs)
+        assert len({value.untyped_storage().data_ptr() for value in (x, *found)}) == 5
+    assert [region.status for region in regions(run)] == ["compiled"]
+    assert not graphex.journal(run).fallbacks
+
+
 def test_several_threads():
     def fn(x):
         return chain(x) * 3
@@ -735,6 +809,27 @@ def test_norms_and_rotary_embeddings_are_inlined_as_their_formulas():
     close(run(*args), program(*args))
     (region,) = regions(run)
     assert set(region.inlined) == {"graphex.add_rms_norm.default", "graphex.rotary.default"}
+
+
+@pytest.mark.parametrize(("tokens", "inlined"), [(66, ("graphex.experts.default",)), (6, ())])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_of_many_tokens_are_inlined_as_grouped_products(tokens, inlined, transposed):
+    count, times, hidden, inner = 4, 2, 16, 24
+    sides = [(2 * inner, hidden), (hidden, inner)]
+    up, down = (torch.randn(count, *(side[::-1] if transposed else side)).bfloat16() / 4 for side in sides)
+    biases = [torch.randn(count, side[0]).bfloat16() for side in sides]
+
+    def program(x, experts, weights, residual):
+        stacked = (up, biases[0], down, biases[1], transposed)
+        return torch.ops.graphex.experts(x * 2, experts, weights, *stacked, residual=residual).tanh() + 1, chain(x)
+
+    experts = torch.rand(tokens, count).topk(times).indices.flatten() - (torch.arange(tokens * times) % 3 == 0) * count
+    x, residual = torch.randn(tokens, hidden).bfloat16(), torch.randn(tokens, hidden).bfloat16()
+    args = x, experts, torch.rand(tokens * times).bfloat16(), residual
+    run = compiled(program)
+    found, expected = run(*args)[0].float(), program(*args)[0].float()
+    assert (found - expected).norm() < 1e-2 * expected.norm()  # they round in other places
+    assert [record.inlined for record in regions(run)] == [inlined]
 
 
 def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
@@ -957,6 +1052,21 @@ def test_numbers_beside_16_bits_are_rounded_as_by_eager(narrow):
     assert {record.reason: record.count for record in graphex.journal(run).region_borders}[reason] == 5
     assert "it rounds a value that is cast on, and Inductor would not" in borders(run)
     assert regions(run)
+
+
+def test_tensors_without_dimensions_are_rounded_as_by_eager():
+    def program(half, brain, one, count, short):
+        first = one / half, one * half, half / one, half * one, torch.atan2(one, half)
+        return first, count ** half[0], count * half[1], short == brain, short * brain, torch.where(short > brain, 1, 0)
+
+    half = torch.tensor([2.5, 1e-3, 7.0, -1.0, 100.0] * 8, dtype=torch.float16)
+    short = torch.tensor([256, 257, 300, 7, -513] * 8, dtype=torch.int16)
+    brain = torch.tensor([256.0, 256.0, 1.0, 7.0, -512.0] * 8, dtype=torch.bfloat16)
+    given = half, brain, torch.tensor(1e5), torch.tensor([-(2**31), 3, 70_000, 0, 2049] * 8), short
+    run, wanted = compiled(program), program(*given)
+    torch.testing.assert_close(run(*given), wanted, rtol=0, atol=0, equal_nan=True)
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
 
 
 def test_mixed_types_are_eagers():

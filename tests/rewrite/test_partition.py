@@ -5,6 +5,7 @@ from __future__ import annotations
 import cProfile
 import operator
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase, any_chain, chain, create_op_support
 
 from graphex.analysis.graphs import origins
-from graphex.rewrite.base import stamp_origins
+from graphex.rewrite.metadata import stamp_origins
 from graphex.rewrite.partition import Partitioner
 from tests.harness.compiling import trace
 
@@ -199,3 +200,7 @@ def test_partitions_that_are_not_convex_are_refused():
     first.nodes.update(second.nodes)
     with pytest.raises(ValueError, match="not convex"):
         partitioner.fuse_partitions([first])
+
+
+def test_the_module_is_found_by_its_deprecated_name_too():
+    assert import_module("graphex.passes.partition").Partitioner is Partitioner

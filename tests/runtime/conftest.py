@@ -23,7 +23,7 @@ def in_cpp(monkeypatch, native_folder) -> native.Fits:
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
     monkeypatch.setattr(native, "fits", None)
-    monkeypatch.setattr(backend, "get_ready_meanwhile", lambda journal: None)  # on a GPU it loads that too, in a thread
+    monkeypatch.setattr(backend, "load_in_background", lambda journal: None)  # on a GPU it loads that too, in a thread
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(native_folder))
     native.load()
     assert native.fits is not None
@@ -34,4 +34,4 @@ def in_cpp(monkeypatch, native_folder) -> native.Fits:
 def in_python(monkeypatch) -> None:
     """The same, in Python."""
     monkeypatch.setattr(native, "fits", None)
-    monkeypatch.setattr(backend, "get_ready_meanwhile", lambda journal: None)
+    monkeypatch.setattr(backend, "load_in_background", lambda journal: None)

@@ -19,10 +19,10 @@ from graphex.runtime import native as readiness
 from graphex.records import Journal
 compiled.wait_for_triton()  # nothing was begun
 journal = Journal()
-readiness.get_ready_meanwhile(journal)
-readiness.get_ready_meanwhile(Journal())
-compiled.begin_meanwhile()
-compiled.begin_meanwhile()
+readiness.load_in_background(journal)
+readiness.load_in_background(Journal())
+compiled.start_triton()
+compiled.start_triton()
 compiling = [thread for thread in threading.enumerate() if "C++" in thread.name]
 begun = [thread for thread in threading.enumerate() if "Triton" in thread.name]
 assert len(begun) <= 1, begun

@@ -76,7 +76,7 @@ def _of_two_models(before: dict[str, Any], after: dict[str, Any], why: str) -> d
 
 
 def _about_model(which: str, data: dict[str, Any]) -> str:
-    """What a report is of: its title, the size of its graphs and the kinds of its modules, or else of its ops."""
+    """The subject of a report: its title, the size of its graphs and the kinds of its modules, or else of its ops."""
     kinds = list(dict.fromkeys(kind or path for path, kind in sorted(_parts(data))))
     ops = device_ops(data["graphs"], "given")
     return f"The {which} is of {data['title']}: {ops} device ops as given, with {_some(kinds)}."
@@ -163,7 +163,7 @@ def pattern_of(path: str) -> str:
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, str]]:
-    """What was different about the two compilations: options first, then versions and the machine."""
+    """The differences between the two compilations: options first, then versions and the machine."""
     found = []
     for what, old, new in (
         ("option", before.get("options") or {}, after.get("options") or {}),
@@ -367,7 +367,7 @@ def _summary(
 def _device_op_sentences(
     before: dict[str, Any], after: dict[str, Any], *, is_neutral: bool
 ) -> Iterator[dict[str, str]]:
-    """What runs here; and, where some rewrites are previews, what would run on a device with kernels for them."""
+    """How many ops run here; and, where some rewrites are previews, on a device with kernels for them."""
     graphs = before["graphs"], after["graphs"]
     here, elsewhere = ([device_ops(each, count) for each in graphs] for count in ("computes", "elsewhere"))
     previews = [len(_previewed(each)) for each in graphs]

@@ -237,7 +237,7 @@ def _first_undone_pass(data: Data) -> int | None:
 
 
 def _effect(record: Rewrote, stage: str) -> str:
-    """What a rewrite did, in the words that the page has colours for."""
+    """The effect of a rewrite, in the words that the page has colours for."""
     if stage in _MOVING:
         return "moved"
     if record.certificate is not None:
@@ -360,7 +360,7 @@ def _kept(links: Iterator[Link]) -> list[Link]:
 
 
 class _Known:
-    """What a sentence can name: rules by title or name, passes, nodes, graphs, ops outside of regions, files."""
+    """The names that links lead from: rules by title or name, passes, nodes, graphs, ops outside of regions, files."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.rules: dict[str, Link] = {}

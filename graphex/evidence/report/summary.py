@@ -433,7 +433,7 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """What runs in regions that Inductor compiled, what that cost and gains, and the ops that stay outside."""
+    """The regions that Inductor compiled, their cost and gain, and the ops that stay outside."""
     tried = _records(graphs, _REGION)
     used = _used(graphs)
     is_preview = any(each["preview"] for graph in graphs for each in graph["rewrites"])
@@ -538,7 +538,7 @@ def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _other_rounding(graphs: list[dict[str, Any]]) -> dict[str, str]:
-    """What runs that rounds differently from eager's ops, and the option that does without it."""
+    """The code that rounds differently from eager's ops, and the option that does without it."""
     causes = {}
     if any(each["region"] for each in _records(graphs, _REGION)):
         causes["Compiled regions"] = "regions=False"

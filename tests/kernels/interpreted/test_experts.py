@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from graphex.kernels import experts as kernels
-from graphex.kernels.experts import FEW, MOST_TOKENS
+from graphex.kernels.experts import FEW
 from graphex.ops.definition import SPECS, Declined
+from graphex.ops.experts import MOST_TOKENS
 from tests.harness.kernels.compare import launcher
 
 experts = launcher("graphex::experts")
