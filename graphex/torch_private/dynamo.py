@@ -69,6 +69,7 @@ Where torch keeps it elsewhere, inputs are asked for tangents in every call.
 _dispatch_mode_stack = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
 _trace_log: Any = private("torch._logging._internal.trace_log", None, lost=_NO_ARTIFACTS)
 _trace_structured = private("torch._logging._internal.trace_structured", None, lost=_NO_ARTIFACTS)
+_TraceHandler: Any = private("torch._logging._internal.LazyTraceHandler", object)
 
 
 _hooks_for_all: tuple[dict[int, Any], ...] = (
@@ -109,8 +110,12 @@ def is_seen_by_a_mode() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether structured-trace artifacts are collected (TORCH_TRACE)."""
-    return _trace_structured is not None and bool(getattr(_trace_log, "handlers", ()))
+    """Whether structured-trace artifacts are collected (TORCH_TRACE).
+
+    Only torch's own handler writes them: pytest puts its handlers on every logger that does not propagate.
+    """
+    handlers = getattr(_trace_log, "handlers", ())
+    return _trace_structured is not None and any(isinstance(each, _TraceHandler) for each in handlers)
 
 
 def trace_artifact(name: str, encoding: str, text: str) -> None:

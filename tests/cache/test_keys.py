@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -259,6 +260,17 @@ def test_an_option_about_the_passes_lets_them_run(run, tmp_path, option, value):
     (record,) = run(function, torch.ones(2), graph_dump_path=tmp_path, **{option: value}).cache
     assert record.status == "uncacheable"
     assert option in record.reason
+
+
+def test_a_handler_of_somebody_elses_for_torchs_trace_asks_for_no_passes(run):
+    """pytest puts its handlers on every logger that does not propagate; only torch's own writes artifacts."""
+    logger, handler = logging.getLogger("torch.__trace"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        run(function, torch.ones(2))
+        assert asked(run(function, torch.ones(2))) == ["hit"]
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_explain_shows_passes_whatever_is_stored(run):
