@@ -68,7 +68,7 @@ from graphex.torch_private.inductor import known_instruction_set, packed_code, r
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
 
 LARGEST_CONSTANTS = 2**24  # bytes
-BELIEVED = 86_400.0  # seconds: so long is a doubtful trial believed
+BELIEVED = 3600.0  # seconds: so long is a doubtful trial believed
 _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, MemoryPredicted, FellBack)
 
 
@@ -114,7 +114,7 @@ class Artefact:
         """Why the graph is to be compiled again; empty if it is not."""
         if not self.doubted or 0 <= time.time() - self.doubted < BELIEVED:
             return ""
-        return "a region was slower when it was tried on a busy machine, more than a day ago: it is tried again"
+        return "a region was slower when it was tried on a busy machine, more than an hour ago: it is tried again"
 
     def to_bytes(self) -> bytes:
         try:
