@@ -4,11 +4,14 @@
 
 A round has two parts. First the cold processes of all models run beside each other, as many as fit into the GPU, in
 empty cache folders: graphex, graphex without a cache, Inductor (`mode="reduce-overhead"`), and `graphex.save`. They
-hold each other up, alike; their seconds are no cold start's alone. Then the warm ones are measured one by one: those of
-a model make it side by side, and wait for their turn. `graphex load` calls what was saved, the others find the caches
-of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end. With a limit, the
-cold processes of a round have what is left of it by the warm ones; what has not ended by then is killed, and said.
-`--lock FILE` is held while warm processes are measured.
+hold each other up, alike; their seconds are no cold start's alone. Then the warm ones are measured one by one: as many
+as fit make their models side by side, and wait for their turn. `graphex load` calls what was saved, the others find the
+caches of the cold ones. Each line is printed when it is there, and the medians of all rounds at the end.
+
+With a limit, the cold processes of a round have what is left of it by the warm ones. Those that are late by then go on
+while models are made, stand still while one is measured, and have the rest of the time; rows that need them come last.
+What has not ended at the end is killed, and said. `--lock FILE` is held while warm processes are measured; who does not
+get it in time measures without it, and says so.
 
 Another line of a row of torch.compile with graphex says what the cache gave and what was compiled: passes by the
 journal, kernels by the files that are new in the caches of Triton and Inductor.
@@ -34,6 +37,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,13 +45,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import torch
 import torch._dynamo
@@ -85,7 +89,8 @@ TARGETS = (
     ("cold against no cache, at most 1.03", "graphex cold", "graphex without cache"),
 )
 
-WARM_SECONDS = 7.0  # that are left for each warm process, with a limit
+WARM_SECONDS = 6.0  # that are left for each warm process, with a limit
+LONGEST = 40.0  # that a warm process may take to make its model, to get the lock, and to be measured
 GIB = {"decode-8": 10, "decode-32": 31}  # of the GPU, while a model is made
 SMALL = 3  # that of others
 ROOM = 130
@@ -254,12 +259,16 @@ READY, NO_TIME = "ready", "there was no time left"
 class Worker:
     """The process of a job. It makes the model, and measures when it is told to."""
 
+    alive: ClassVar[set[Worker]] = set()
+
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.stood_still = 0.0
         self.connection, theirs = FORK.Pipe()
         self.process = FORK.Process(target=_serve, args=(theirs, job))
         self.process.start()
         theirs.close()
+        self.alive.add(self)
 
     def received(self, until: float) -> Any:
         """What the process sends next; a sentence if it sends nothing."""
@@ -268,69 +277,140 @@ class Worker:
         return _received(self.connection)
 
     def go(self) -> None:
-        if self.process.is_alive():
+        with suppress(OSError):  # it has ended, which `received` says
             self.connection.send("go")
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, and to the compilers that it has started."""
+        assert self.process.pid is not None
+        processes = [self.process.pid]
+        for each in processes:
+            with suppress(OSError):  # it has ended
+                started = [path.read_text() for path in Path(f"/proc/{each}/task").glob("*/children")]
+                os.kill(each, number)
+                processes += map(int, " ".join(started).split())
+
     def end(self) -> None:
-        self.process.kill()
+        self.alive.discard(self)
+        self.signal(signal.SIGKILL)
         self.process.join()
 
 
-def side_by_side(jobs: list[Job], until: float) -> Iterator[tuple[Job, Stages | str]]:
-    """The stages of each job when it has ended, or why there are none. As many run as have room."""
-    waiting, running = list(jobs), dict[Any, Worker]()
-    while waiting or running:
-        room = ROOM - sum(GIB.get(worker.job.model, SMALL) for worker in running.values())
-        for job in list(waiting):
+class SideBySide:
+    """Processes of jobs that run beside each other, as many as have room."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.waiting, self.running = list(jobs), dict[Any, Worker]()
+
+    @property
+    def late(self) -> list[Job]:
+        return [*(worker.job for worker in self.running.values()), *self.waiting]
+
+    def room(self) -> int:
+        return ROOM - sum(GIB.get(worker.job.model, SMALL) for worker in self.running.values())
+
+    def ended(self, until: float) -> Iterator[tuple[Worker, Stages | str]]:
+        """Each process that ends, with its stages, or why there are none, until a time."""
+        while self.waiting or self.running:
+            self._start()
+            ready = wait(list(self.running), max(0.0, until - time.perf_counter()))
+            if not ready:
+                return
+            for connection in ready:
+                made = _received(connection)
+                if made != READY:
+                    worker = self.running.pop(connection)
+                    worker.end()
+                    yield worker, made
+
+    def _start(self) -> None:
+        room = self.room()
+        for job in list(self.waiting):
             if (needed := GIB.get(job.model, SMALL)) <= room:
                 room -= needed
-                waiting.remove(job)
+                self.waiting.remove(job)
                 worker = Worker(job)
-                worker.connection.send("go")
-                running[worker.connection] = worker
-        ready = wait(list(running), max(0.0, until - time.perf_counter()))
-        for connection in ready:
-            made = _received(connection)
-            if made != READY:
-                worker = running.pop(connection)
-                worker.end()
-                yield worker.job, made
-        if not ready:
-            for worker in running.values():
-                worker.end()
-            yield from ((job, NO_TIME) for job in (*(worker.job for worker in running.values()), *waiting))
-            return
+                worker.go()
+                self.running[worker.connection] = worker
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Stop what still runs for a while."""
+        started = time.perf_counter()
+        for worker in self.running.values():
+            worker.signal(signal.SIGSTOP)
+        yield
+        for worker in self.running.values():
+            worker.signal(signal.SIGCONT)
+            worker.stood_still += time.perf_counter() - started
+
+    def end(self) -> None:
+        for worker in self.running.values():
+            worker.end()
+        self.waiting, self.running = [], {}
 
 
-def one_by_one(jobs: list[Job], until: float, lock: str | None) -> Iterator[tuple[Job, Stages | str]]:
-    """The same of jobs that are measured alone; as many as have room make their models beside each other."""
-    waiting = list(jobs)
-    while waiting:
-        together = max(1, ROOM // GIB.get(waiting[0].model, SMALL))
-        workers = list(map(Worker, waiting[:together]))
-        waiting = waiting[together:]
-        said = [worker.received(until) for worker in workers]
-        with locked(lock):
+def one_by_one(jobs: list[Job], others: SideBySide, until: float, lock: str | None) -> Iterator[tuple[Job, Any]]:
+    """The stages of each job, or why there are none. Jobs are measured alone; as many as have room make their models
+    beside each other, and beside `others`, which stand still while a job is measured.
+    """
+
+    def soon() -> float:
+        return min(until, time.perf_counter() + LONGEST)
+
+    for group in groups_of(jobs, others.room()):
+        workers, last = list(map(Worker, group)), soon()
+        said = [worker.received(last) for worker in workers]
+        with locked(lock, soon()):
             for worker, made in zip(workers, said, strict=True):
                 if made == READY:
-                    worker.go()
-                    made = worker.received(until)
+                    with others.standing_still():
+                        worker.go()
+                        made = worker.received(soon())
                 worker.end()
                 yield worker.job, made
+
+
+def groups_of(jobs: list[Job], room: int) -> Iterator[list[Job]]:
+    """Jobs that have room together, in their order; at least one."""
+    group: list[Job] = []
+    left = room
+    for job in jobs:
+        needed = GIB.get(job.model, SMALL)
+        if group and needed > left:
+            yield group
+            group, left = [], room
+        group.append(job)
+        left -= needed
+    if group:
+        yield group
 
 
 @contextmanager
-def locked(path: str | None) -> Iterator[None]:
+def locked(path: str | None, until: float) -> Iterator[None]:
     """Hold a file's lock: nobody else who asks for it measures meanwhile."""
     if path is None:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _holds(file):
+            if time.perf_counter() > until:
+                print(f"{path} was not to be had: others may be measuring too", flush=True)
+                break
+            time.sleep(0.1)
         yield
 
 
+def _holds(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _serve(connection: Connection, job: Job) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(job.environment)
     try:
         measure = prepared(job.model, job.backend)
@@ -345,7 +425,7 @@ def _serve(connection: Connection, job: Job) -> None:
 def _received(receiver: Any) -> Any:
     try:
         return receiver.recv()
-    except EOFError:
+    except (EOFError, OSError):
         return "the process has ended"
 
 
@@ -374,33 +454,52 @@ def pairs_of(models: list[str], rows: list[str]) -> list[tuple[str, str]]:
     return [(model, row) for model, row in pairs if not (model.endswith("-training") and row in SAVED)]
 
 
-def is_possible(row: str, found: dict[str, Stages]) -> bool:
-    return row not in NEEDED or NEEDED[row] in found
+class Round:
+    """A round, and what it has found: every row of each model. A row that fails is left out, and says why."""
 
+    def __init__(self, models: list[str]) -> None:
+        self.found: dict[str, dict[str, Stages]] = {model: {} for model in models}
+        self._ended: set[tuple[str, str]] = set()
 
-def one_round(models: list[str], rows: list[str], until: float, lock: str | None) -> dict[str, dict[str, Stages]]:
-    """Every row of each model; a row that fails is left out, and says why."""
-    found: dict[str, dict[str, Stages]] = {model: {} for model in models}
+    def measure(self, pairs: list[tuple[str, str]], until: float, lock: str | None) -> None:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
+            jobs, began = [Job.of(*pair, root) for pair in pairs], time.perf_counter()
+            cold = sorted((job for job in jobs if job.row in COLD), key=lambda job: LONGEST_FIRST.index(job.model))
+            warm = [job for job in jobs if job.row in WARM]
+            beside = SideBySide(cold)
+            self._cold(beside, until - WARM_SECONDS * len(warm))
+            print(f"{time.perf_counter() - began:.0f} s: {len(beside.late)} cold processes are late", flush=True)
+            first = [job for job in warm if self._is_possible(job)]
+            self._warm(first, beside, until, lock)
+            rest = [job for job in warm if job not in first]
+            self._cold(beside, until - WARM_SECONDS * len(rest))
+            for job in beside.late:
+                print(f"{job.model}, {job.row}: {NO_TIME}", flush=True)
+            beside.end()
+            self._warm([job for job in rest if self._is_possible(job)], beside, until, lock)
 
-    def add(job: Job, made: Stages | str) -> None:
+    def _is_possible(self, job: Job) -> bool:
+        return job.row not in NEEDED or (job.model, NEEDED[job.row]) in self._ended
+
+    def _cold(self, beside: SideBySide, until: float) -> None:
+        for worker, made in beside.ended(until):
+            self._add(worker.job, made, worker.stood_still)
+
+    def _warm(self, jobs: list[Job], beside: SideBySide, until: float, lock: str | None) -> None:
+        for job, made in one_by_one(jobs, beside, until, lock):
+            self._add(job, made)
+
+    def _add(self, job: Job, made: Stages | str, stood_still: float = 0.0) -> None:
         if isinstance(made, str):
             print(f"{job.model}, {job.row}: {made}", flush=True)
+            return
+        self._ended.add((job.model, job.row))
+        made = {"imports": 0.0, **made}  # these are measured last
+        print(line(f"{job.model}, {job.row}", made), flush=True)
+        if stood_still:
+            print(f"    it stood still for {stood_still:.1f} s of these, and is not in the table", flush=True)
         else:
-            found[job.model][job.row] = made = {"imports": 0.0, **made}  # these are measured last
-            print(line(f"{job.model}, {job.row}", made), flush=True)
-
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
-        pairs, now = pairs_of(models, rows), time.perf_counter()
-        cold = sorted((pair for pair in pairs if pair[1] in COLD), key=lambda pair: LONGEST_FIRST.index(pair[0]))
-        last = until - WARM_SECONDS * (len(pairs) - len(cold))
-        for each in side_by_side([Job.of(*pair, root) for pair in cold], last):
-            add(*each)
-        print(f"the cold processes took {time.perf_counter() - now:.0f} s", flush=True)
-        for model in models:
-            warm = [row for each, row in pairs if each == model and row in WARM and is_possible(row, found[model])]
-            for each in one_by_one([Job.of(model, row, root) for row in warm], until, lock):
-                add(*each)
-    return found
+            self.found[job.model][job.row] = made
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -446,14 +545,22 @@ def main() -> None:
     parser.add_argument("--lock", help="a file whose lock is held while warm processes are measured")
     chosen = parser.parse_args()
     until = time.perf_counter() + chosen.limit
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(in_a_process(machine), flush=True)
     models = chosen.model or list(MODELS)
-    rounds = [one_round(models, chosen.row or list(ROWS), until, chosen.lock) for _ in range(chosen.rounds)]
+    pairs = pairs_of(models, chosen.row or list(ROWS))
+    rounds = [Round(models) for _ in range(chosen.rounds)]
+    try:
+        for each in rounds:
+            each.measure(pairs, until, chosen.lock)
+    finally:
+        for worker in list(Worker.alive):
+            worker.end()
     imported = imports(until)
-    for row, found in ((row, found) for each in rounds for made in each.values() for row, found in made.items()):
+    for row, found in ((row, found) for each in rounds for made in each.found.values() for row, found in made.items()):
         found["imports"] = imported[(COLD | WARM)[row][0]]
     for model in models:
-        print(f"\n{model}, {chosen.rounds} rounds\n\n{table([found[model] for found in rounds])}", flush=True)
+        print(f"\n{model}, {chosen.rounds} rounds\n\n{table([each.found[model] for each in rounds])}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ from graphex.torch_private.inductor import known_instruction_set, packed_code, r
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
 
 LARGEST_CONSTANTS = 2**24  # bytes
+BELIEVED = 3600.0  # seconds: so long is a doubtful trial believed
 _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, MemoryPredicted, FellBack)
 
 
@@ -92,7 +93,11 @@ class RegionData:
 
 @dataclass
 class Artefact:
-    """A compiled graph. `lines` are those of the nodes as AOTAutograd gave them."""
+    """A compiled graph. `lines` are those of the nodes as AOTAutograd gave them.
+
+    `doubted` is when a region of it was found to be slower than its nodes while something else kept the machine busy;
+    0 if none was. The graph is right either way, so other processes take it, until the region is to be tried again.
+    """
 
     graph: GraphData
     functional: GraphData
@@ -102,6 +107,14 @@ class Artefact:
     records: list[Record] = field(default_factory=list)
     guards: list[Any] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    doubted: float = 0.0
+
+    @property
+    def stale(self) -> str:
+        """Why the graph is to be compiled again; empty if it is not."""
+        if not self.doubted or 0 <= time.time() - self.doubted < BELIEVED:
+            return ""
+        return "a region was slower when it was tried on a busy machine, more than an hour ago: it is tried again"
 
     def to_bytes(self) -> bytes:
         try:
@@ -165,6 +178,10 @@ def artefact_of(
     if lost := next((each for each in records if isinstance(each, FellBack) and each.what != NOTHING), None):
         raise CannotStoreError(f"{lost.what}: {lost.reason}")  # the next process may do better
     made.guards, made.lines = guards, given.lines
+    is_doubtful = any(
+        isinstance(each, RegionCompiled) and each.status == "slower" and each.doubtful for each in records
+    )
+    made.doubted = time.time() if is_doubtful else 0.0
     return made
 
 

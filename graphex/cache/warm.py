@@ -48,7 +48,7 @@ from graphex.cache.keys import Key, devices_of, difference, key_of, key_parts, n
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
 from graphex.errors import one_line
-from graphex.records import CacheAsked, Record, RegionCompiled
+from graphex.records import CacheAsked, Record
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
@@ -99,8 +99,6 @@ class Search:
             self.artefact = artefact_of(gm, functional, self.given, records, guards)
             if self.key is None:
                 return
-            if any(isinstance(each, RegionCompiled) and each.status == "slower" and each.doubtful for each in records):
-                raise CannotStoreError("a region was slower on a busy machine: the next process tries it again")
             size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
             self.reason = str(error)
@@ -209,6 +207,9 @@ def _load(search: Search) -> None:
             search.reason = why_missed(search.key, store.alike(search.key))
             return
         artefact = Artefact.from_bytes(data)
+        if artefact.stale:
+            search.reason = artefact.stale
+            return
         if (broken := broken_guard(search.mode, artefact.guards)) is not None:
             search.reason = f"the stored graph is for sizes with {broken}"
             return
@@ -401,6 +402,8 @@ def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCal
     assert search.mode is not None
     content = store.artefact(id)
     artefact = Artefact.from_bytes(content)
+    if artefact.stale:
+        raise CannotStoreError(artefact.stale)
     given = _given(call, artefact, list(search.gm.graph.nodes))
     made = made_here(artefact, given, search.mode, compilation, compilation.name_graph(phase))
     return Found(phase, made, call.handed, id, len(content))

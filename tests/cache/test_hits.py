@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
+import time
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import graphex
 from graphex.regions.compiler import Outcome
-from tests.harness.cached import asked
+from tests.harness.cached import asked, missed
+from tests.harness.capture import statuses
 from tests.harness.processes import python
 
 
@@ -64,14 +66,25 @@ def wave(x: Tensor) -> Tensor:
     return x.sin().cos()
 
 
-@pytest.mark.parametrize(("is_doubtful", "then"), [(False, "hit"), (True, "uncacheable")])
-def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again(run, is_doubtful, then, monkeypatch):
+def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again_after_an_hour(run, monkeypatch):
+    """Until then it is loaded: results are the same, and processes that start one after the other compile nothing."""
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
-    outcome = Outcome(is_kept=False, compiled=0.2436, single=0.1, is_doubtful=is_doubtful)
-    monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: outcome)
-    first, second = (run(lambda x: x.sin().cos(), torch.ones(2)) for _ in range(2))
-    assert [each.status for each in first.regions] == ["slower"]
-    assert asked(second) == [then]
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def tried(is_doubtful: bool, later: float) -> graphex.Journal:
+        nonlocal now
+        now += later
+        outcome = Outcome(is_kept=False, compiled=0.2436, single=0.1, is_doubtful=is_doubtful)
+        monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: outcome)
+        return run(wave, torch.ones(2))
+
+    assert missed(tried(True, later=0)) == "nothing is stored for 'wave' (inference)"
+    loaded = tried(True, later=600)
+    assert asked(loaded) == ["hit"]
+    assert [(each.status, each.doubtful) for each in loaded.regions] == [("slower", True)]
+    assert "tried on a busy machine" in missed(tried(False, later=3600))
+    assert asked(tried(False, later=30 * 86_400)) == ["hit"]
 
 
 def test_a_model_is_saved_on_a_busy_machine_too(run, folder, monkeypatch):
@@ -185,6 +198,25 @@ def test_the_next_process_compiles_nothing_regions_included(folder, tmp_path):
     folder.parent.rename(moved)
     second = python("-c", PROGRAM, cwd=tmp_path, GRAPHEX_CACHE_DIR=str(moved), RANK="1", WORLD_SIZE="2", **switches)
     assert second.stdout == "['hit'] ['loaded'] 0\n[] False\n"
+
+
+@torch.no_grad()
+def test_a_loaded_graph_answers_before_it_is_captured_and_warm_up_begins_with_the_largest_size(folder, tape):
+    net = Net().eval()
+
+    def given(rows: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, 8), torch.zeros(rows, 8)
+
+    for status in ("miss", "hit"):
+        torch._dynamo.reset()
+        compiled = torch.compile(net, backend="graphex", dynamic=True)
+        args = given(4)
+        torch.testing.assert_close(compiled(*args), net(args[0], torch.zeros(4, 8)))
+        assert asked(graphex.journal(compiled)) == [status]
+        assert statuses(compiled) == []
+    records = graphex.warm_up(compiled, [given(rows) for rows in (2, 5, 3)])
+    assert [eval(record.key)[0] for record in records] == [5, 3, 2]
+    assert asked(graphex.journal(compiled)) == ["hit"]
 
 
 @pytest.mark.parametrize("switch", ["option", "environment"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import resource
 import signal
 import stat
+import warnings
 from collections.abc import Callable
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
@@ -182,6 +184,53 @@ def compile_and_die(writes: int) -> None:
 
     os.replace = killed  # type: ignore[assignment]
     torch.compile(function, backend="graphex")(torch.arange(-2.0, 2.0))
+
+
+_OVERRIDES = 0b1110  # of a file's mode: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+
+
+def obey_modes() -> None:
+    """Root may write whatever the mode of a file says; from now on this process may not."""
+    libc = ctypes.CDLL(None)
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    data[0] &= ~_OVERRIDES
+    assert libc.capset(header, data) == 0
+
+
+def compile_in_a_closed_folder(found: SimpleQueue[Any]) -> None:
+    """What a process finds in the cache, what it does without, and its warnings."""
+    obey_modes()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GraphexWarning)
+        for each in (function, torch.sin):
+            compiled = torch.compile(each, backend="graphex")
+            torch.testing.assert_close(compiled(torch.arange(-2.0, 2.0)), each(torch.arange(-2.0, 2.0)))
+            journal = graphex.journal(compiled)
+            found.put((asked(journal), [record.what for record in journal.fallbacks]))
+    found.put([str(each.message) for each in said if issubclass(each.category, GraphexWarning)])
+
+
+def test_a_folder_that_cannot_be_written_to_serves_what_it_has(folder):
+    """What it does not have is compiled, with a record and one warning."""
+    assert asked_by(1) == [["miss"]]
+    before = sorted(path.name for path in folder.iterdir())
+    context = clean()
+    given = dict(os.environ), compile_in_a_closed_folder, (found := context.SimpleQueue())
+    folder.chmod(0o500)
+    try:
+        process = context.Process(target=with_environment, args=given)
+        process.start()
+        process.join()
+    finally:
+        folder.chmod(0o700)
+    assert process.exitcode == 0
+    assert found.get() == (["hit"], [])
+    assert found.get() == (["miss"], ["compiled graphs are not kept for the next process"])
+    (warning,) = found.get()
+    assert "compiled graphs are not kept for the next process" in warning
+    assert "Permission denied" in warning
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 @pytest.mark.parametrize(("writes", "status"), [(0, "miss"), (1, "miss"), (2, "hit")])  # the key, the graph, the call
