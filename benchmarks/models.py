@@ -11,10 +11,11 @@ many models as --together allows, compile side by side; then they take turns to 
 becomes slower does so for all of them. Kernels that Inductor or graphex try while they compile are timed by one row at
 a time. Compile times are those of a row alone with --together 1.
 
-`ms` is the median time of a call in a row of calls whose results are dropped; `x Inductor` is that time divided by the
-best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `host ms` is the median
-time until a call returns, of calls in a row on a GPU; `cold s` is the time of
-the first three calls without imports; `warm s` the same in a second process with the caches of the first (--warm);
+`ms` is the time of a call in a row of calls whose results are dropped: the median of a turn, in the fastest of the
+row's turns (--turns), because programs that run beside it only make a turn longer; `x Inductor` is that time divided by
+the best of Inductor's default and reduce-overhead, or by its max-autotune for rows of that mode; `host ms` is the time
+until a call returns, of calls in a row on a GPU, counted likewise; `cold s` is the time of the first three calls
+without imports; `warm s` the same in a second process with the caches of the first (--warm, after all measurements);
 `peak MiB` is the peak device memory while calling, with weights and the pools of captured graphs (on the CPU: above
 the memory allocated before the call); `error` is the norm of the difference from eager in float64, divided by that
 result's norm; `graphs` is the number of graphs that Dynamo has made.

@@ -198,12 +198,12 @@ class Plan:
 
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
-    records either. With `in_turn` their workers time kernels one at a time, so that they compile beside each other
-    too, though not beside other rows. With `warm`, a second process compiles each row again with the caches of the
-    first, and the row gets its seconds as the fact `warm`. The rows of a group are measured in `turns` rounds, so
-    that a machine that becomes slower does so for all of them: the worker answers each with its figures so far. No
-    group is started that would not end by `end`; `timing` estimates the seconds for which a row is measured alone.
-    A row that compiles for more than `patience` seconds is ended, so that the others of its group are measured.
+    records either. With `in_turn` their workers time kernels one at a time, so that they compile beside each other too,
+    though not beside other rows. With `warm`, once all rows are measured, a second process compiles each again with the
+    caches of the first, and the row gets its seconds as the fact `warm`. The rows of a group are measured in `turns`
+    rounds, so that a machine that becomes slower does so for all of them: the worker answers each with its figures so
+    far. No group is started that would not end by `end`; `timing` estimates the seconds for which a row is measured
+    alone. A row that compiles for more than `patience` seconds is ended, so that the others of its group are measured.
     `room` is the device memory, in bytes, that a group may fill.
     """
 
@@ -225,6 +225,7 @@ def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]
     groups = list(_groups(list(jobs), plan))
     left: list[Task[R]] = []
     running: list[Worker[R]] = []
+    kept: list[list[Worker[R]]] = []  # with the caches that they have filled
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
 
@@ -244,10 +245,14 @@ def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]
                 else:
                     left += _measure_group(workers, following, store, plan)
                     if plan.warm:
-                        _compile_again(workers, folder, store, plan)
+                        kept.append(workers)
+                        continue
                 for worker in workers:
                     worker.discard()
                     running.remove(worker)
+            for workers in kept:
+                if time.perf_counter() < plan.end:
+                    _compile_again(workers, folder, store, plan)
         finally:
             for worker in running:
                 worker.discard()

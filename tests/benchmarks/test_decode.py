@@ -183,7 +183,7 @@ def test_the_rows_of_a_group_take_turns_to_be_measured() -> None:
     assert len(store.rows) == 2
 
 
-def test_a_second_process_compiles_again_after_the_measurement() -> None:
+def test_second_processes_compile_again_after_all_measurements() -> None:
     facts: list[dict[str, Any]] = []
 
     class Rows:
@@ -196,9 +196,11 @@ def test_a_second_process_compiles_again_after_the_measurement() -> None:
 
     seen: list[str] = []
     start = lambda job, *others: Told(job, seen)  # noqa: E731
-    measure([Kept(STEP, EAGER), Kept(STEP, DEFAULT)], Rows(), Plan(float("inf"), 2, start=start, warm=True))
-    assert seen[-4:] == [f"{stage} {DEFAULT.name}" for stage in ("measure", "start", "build", "compile")]
-    assert [getattr(each, "warm", None) for each in facts] == [None, None, 4.0]
+    jobs = [Kept(STEP, EAGER), Kept(STEP, DEFAULT), Kept(STEP, REDUCE)]
+    measure(jobs, Rows(), Plan(float("inf"), 2, start=start, warm=True))
+    again = [f"{stage} {each.name}" for each in (DEFAULT, REDUCE) for stage in ("start", "build", "compile")]
+    assert seen[-7:] == [f"measure {REDUCE.name}", *again]
+    assert [getattr(each, "warm", None) for each in facts] == [None, None, None, 4.0, 4.0]
 
 
 def test_a_row_that_fails_is_kept_with_its_reason_and_stops_nobody() -> None:

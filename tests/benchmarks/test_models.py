@@ -134,6 +134,11 @@ def test_kernels_are_timed_by_one_worker_at_a_time(tmp_path: Path) -> None:
     assert order == ["first", "second"]
 
 
+def test_a_turn_that_was_disturbed_does_not_count() -> None:
+    quiet, disturbed = [1.0, 1.2, 0.9], [3.0, 0.8, 3.0]
+    assert models_worker.of_turns([disturbed, quiet]) == {"pipelined": 1.0, "best": 0.8}
+
+
 def test_options_are_passed_only_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda model, **named: given.append(named["options"]))
