@@ -200,3 +200,61 @@ def test_what_is_declined_says_why(x, weight, reason):
     found = launcher("graphex::linears")(x, [weight], [None])
     assert isinstance(found, Declined)
     assert reason in found.reason
+
+
+@pytest.mark.parametrize("gated", ["", "silu"])
+@pytest.mark.parametrize("prologue", ["none", "rms_norm"])
+def test_weights_ahead_change_no_bit(prologue: str, gated: str) -> None:
+    of = job(prologue, (1,), 130, [40, 40], gated=gated)
+    for ahead in ([random(600, 130)], [random(600, 130), random(600, 130)[::2]]):  # the last is not dense
+        for config in GATED_GEMVS if gated else GEMVS:
+            found = config.prepare(asking := replace(of, ahead=ahead))(asking)
+            for mine, without in zip(found, config.prepare(of)(of), strict=True):
+                torch.testing.assert_close(mine, without, rtol=0, atol=0)
+
+
+class Launches:
+    """A `start` that keeps the arguments of launches by their names."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, object]] = []
+
+    def __call__(self, kernel: object, grid: object, arguments: tuple[object, ...], constants: object) -> None:
+        self.made.append(dict(zip(kernel.arg_names, arguments, strict=False)) | {"grid": grid})
+
+
+def asked(of: Job, bn: int = 4) -> list[dict[str, object]]:
+    config = Gemv(bn, 512, 4)
+    config.prepare(of)(of, launches := Launches())
+    return launches.made
+
+
+def test_no_program_asks_for_memory_behind_a_weight() -> None:
+    of = job("none", (1,), 64, [4096])
+    for rows in (1000, 5000, 70_000):
+        ahead = random(rows, 64)
+        (made,) = asked(replace(of, ahead=[ahead]))
+        (share,) = made["share"]
+        assert share % 128 == 0
+        assert 0 < share * made["asking"] <= min(ahead.numel() * 2, linears.MOST_AHEAD)
+        assert made["asking"] == linears.ASKING < made["grid"][0]
+
+
+def test_two_weights_ahead_share_the_bytes_and_few_programs_all_ask() -> None:
+    of = job("none", (1,), 64, [256])
+    (made,) = asked(replace(of, ahead=[random(70_000, 64), random(70_000, 64)]))
+    assert made["asking"] == made["grid"][0] == 64
+    assert made["share"] == (linears.MOST_AHEAD // 2 // 64,) * 2
+
+
+@pytest.mark.parametrize(
+    "ahead", [[], [random(600, 128)[::2]], [random(1, 20_001).view(-1)[1:].view(200, 100)], [random(2, 4)]]
+)
+def test_what_cannot_be_asked_for_is_left_out(ahead: list[Tensor]) -> None:
+    (made,) = asked(replace(job("none", (1,), 64, [4096]), ahead=ahead))
+    assert made["ahead"] is None
+
+
+def test_of_several_launches_the_last_one_asks() -> None:
+    made = asked(replace(job("none", (1,), 64, [2048] * 5), ahead=[random(600, 128)]))
+    assert [each["ahead"] is None for each in made] == [True, False]
