@@ -52,9 +52,9 @@ _LEFT = "generation is left to transformers"
 def generate(
     model: Any,
     input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
     synced_gpus: bool = False,
     streamer: Any = None,
     graphex_options: Mapping[str, Any] | None = None,
@@ -67,6 +67,8 @@ def generate(
     options of the backend that compiles the step; they are passed to `model.generate` too. So is `graphex_prefill`:
     with it prompts are compiled as well, for a few lengths.
     """
+    if generation_config is None:
+        raise InputError("transformers calls this: write model.generate(ids, custom_generate=graphex.generate).")
     streamer = streamer if streamer is not None else _from_caller("streamer")
     sessions = sessions_of(model)
     given = (input_ids, logits_processor, stopping_criteria, generation_config)

@@ -40,8 +40,8 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from graphex.errors import Refusal
 from graphex.regions.compiler import layout_key
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
+from graphex.torch_private.symbolic import expression_of, pytree, symbol_of
 
 LATER = "it makes a large result, and is computed after the replay, straight into the caller's memory"
 FEWEST = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
@@ -148,15 +149,42 @@ def _is_worth_it(nodes: list[Node]) -> bool:
 
 
 def _taken(nodes: list[Node]) -> list[Node]:
-    """The values that a region is called with: all that it reads, except for graphs, which it has inside."""
-    return [value for value in values_from_outside(nodes) if not is_body(value)]
+    """The values that a region is called with: all that it reads, except for graphs, which it has inside, and the sizes
+    that those of its values are made of. Of a value of 2 * s rows nothing else would say what s is.
+    """
+    read = [value for value in values_from_outside(nodes) if not is_body(value)]
+    if unknown := _unknown_symbols(nodes, read):
+        read += [size for size in nodes[0].graph.find_nodes(op="placeholder") if _symbol(size) in unknown]
+    return read
+
+
+def _unknown_symbols(nodes: list[Node], taken: list[Node]) -> set[Any]:
+    """The symbols in sizes of a region's values that are no size of what it takes."""
+    sizes = [size for node in (*nodes, *taken) for size in _sizes(node)]
+    found = {symbol for size in sizes for symbol in expression_of(size).free_symbols}
+    return found.difference(map(symbol_of, (size for node in taken for size in _sizes(node)))) if found else found
+
+
+def _sizes(node: Node) -> list[torch.SymInt]:
+    """The symbolic sizes, strides and offsets of a node's values; the node itself, if it is a size."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    sizes = chain.from_iterable((*value.shape, *value.stride(), value.storage_offset()) for value in tensors)
+    return [size for size in (*values, *sizes) if isinstance(size, torch.SymInt)]
+
+
+def _symbol(node: Node) -> Any:
+    return symbol_of(node.meta.get("val"))
 
 
 def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
     graphs = [value for value in values_from_outside(nodes) if is_body(value)]
-    body, _ = extract(gm, [*graphs, *nodes], _taken(nodes), tuple(outputs), "Region")
+    taken = _taken(nodes)
+    if _unknown_symbols(nodes, taken):
+        return Refusal("a size of its values is made of sizes that the graph is not given", nodes[0])
+    body, _ = extract(gm, [*graphs, *nodes], taken, tuple(outputs), "Region")
     contract = contract_of(body)
     if isinstance(contract, Refusal):
         return contract

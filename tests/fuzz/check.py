@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,7 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import graphex
 from graphex.debug.tensors import sharing
 from graphex.errors import GraphexWarning
+from graphex.regions import grow, stage
 from tests.fuzz.programs import SIZES, Program, load
+from tests.harness.compiling import uncompiled_region
 
 EQUAL, TORCH, FAILURE = "equal", "torch's own difference", "failure"
 _SEED = 11
@@ -220,10 +222,22 @@ class Session:
 
 
 @contextmanager
-def session() -> Iterator[Session]:
+def in_regions() -> Iterator[None]:
+    """Grow regions from single nodes and two equal layers on, and run their nodes: results are eager's bit for bit."""
+    sizes = {"FEWEST": 1, "ENOUGH": 1, "LAYERS": 2}
+    with (
+        mock.patch.dict("os.environ", GRAPHEX_REGIONS="on"),
+        mock.patch.multiple(grow, **sizes),
+        mock.patch.object(stage, "compile_region", uncompiled_region),
+    ):
+        yield
+
+
+@contextmanager
+def session(*, regions: bool = False) -> Iterator[Session]:
     """Compile many small functions quickly: Dynamo times the guards of each with a flushed cache, which is left out.
 
-    No rewrite is left out because the tensors are small.
+    No rewrite is left out because the tensors are small. `regions`: what no rule fuses runs in regions.
     """
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
     with (
@@ -231,6 +245,7 @@ def session() -> Iterator[Session]:
         mock.patch("graphex.passes.reinplace.WORTHWHILE", 1),
         torch._dynamo.config.patch(**limits),
         warnings.catch_warnings(),
+        in_regions() if regions else nullcontext(),
     ):
         warnings.simplefilter("ignore", GraphexWarning)
         yield Session()

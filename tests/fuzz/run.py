@@ -1,6 +1,6 @@
 """The nightly: many random programs in several processes, and a table of what happened.
 
-    python -m tests.fuzz.run --programs 20000 --jobs 2 --seed 0
+    python -m tests.fuzz.run --programs 20000 --jobs 2 --seed 0 --regions
 
 Program number i of a seed is the same on every machine. A failure is printed, shrunk, as a Python file of its own.
 """
@@ -52,11 +52,11 @@ def program_number(seed: int, number: int) -> Program:
     return random_program(Random(f"{seed}/{number}"))
 
 
-def run_batch(job: tuple[int, range, bool]) -> Tally:
+def run_batch(job: tuple[int, range, bool, bool]) -> Tally:
     """Check some programs in this process."""
-    seed, numbers, shrink = job
+    seed, numbers, shrink, regions = job
     tally = Tally()
-    with session() as checks:
+    with session(regions=regions) as checks:
         for number in numbers:
             program = program_number(seed, number)
             tally.programs += 1
@@ -88,8 +88,9 @@ def _prepare() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def _tallies(seed: int, programs: int, jobs: int, shrink: bool) -> Iterator[Tally]:
-    batches = [(seed, range(start, min(start + _BATCH, programs)), shrink) for start in range(0, programs, _BATCH)]
+def _tallies(seed: int, programs: int, jobs: int, shrink: bool, regions: bool) -> Iterator[Tally]:
+    numbers = (range(start, min(start + _BATCH, programs)) for start in range(0, programs, _BATCH))
+    batches = [(seed, each, shrink, regions) for each in numbers]
     if jobs == 1:
         _prepare()
         yield from map(run_batch, batches)
@@ -118,9 +119,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--regions", action="store_true", help="what no rule fuses runs in regions, node by node")
     given = parser.parse_args(arguments)
     started, total, console = time.monotonic(), Tally(), Console()
-    for tally in _tallies(given.seed, given.programs, given.jobs, not given.no_shrink):
+    for tally in _tallies(given.seed, given.programs, given.jobs, not given.no_shrink, given.regions):
         total.add(tally)
         for number, detail, script in tally.failures:
             print(f"\n# program {number} of seed {given.seed} fails: {detail}\n{script}", flush=True)

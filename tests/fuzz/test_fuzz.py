@@ -17,9 +17,9 @@ PROGRAMS = 75  # of each shard
 PROGRAMS_OF_THE_LONG_RUN = 1500
 
 
-def run_programs(shard: int, programs: int) -> None:
+def run_programs(shard: int, programs: int, *, regions: bool = False) -> None:
     """Let Hypothesis write programs, and shrink the first that fails."""
-    with session() as checks:
+    with session(regions=regions) as checks:
 
         @seed(shard)
         @effort(programs, phases=(Phase.generate, Phase.shrink))
@@ -37,7 +37,12 @@ def test_a_random_program_cannot_be_told_from_eager(shard):
     run_programs(shard, PROGRAMS)
 
 
+def test_a_random_program_in_regions_cannot_be_told_from_eager():
+    run_programs(50, PROGRAMS, regions=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("shard", range(100, 104))
-def test_many_random_programs_cannot_be_told_from_eager(shard):
-    run_programs(shard, PROGRAMS_OF_THE_LONG_RUN)
+@pytest.mark.parametrize("regions", [False, True])
+def test_many_random_programs_cannot_be_told_from_eager(shard, regions):
+    run_programs(shard, PROGRAMS_OF_THE_LONG_RUN, regions=regions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.check import check_source
+from tests.fuzz.check import check_source, in_regions
 
 FAILED_ONCE: dict[str, str] = {
     "a dropped copy of a window was written over a window that overlaps it": """
@@ -149,7 +149,48 @@ DYNAMIC = False
 }
 
 
+FAILED_ONCE_IN_REGIONS: dict[str, str] = {
+    "a region took 2 * s rows, and nothing said what s is": """
+def inputs(n):
+    a = numbers(n, 3, dtype=torch.float64, seed=3)
+    b = numbers(n, 3, dtype=torch.bfloat16)
+    return [a, b]
+
+
+def model(a, b):
+    v1, v2 = ops.mix(b * 2, b + 1, a)[:2]
+    v4 = torch.cat([v1 * 2, a + 1], 0)
+    return [(v4 * 2).bfloat16().float().double()]
+
+
+DYNAMIC = True
+""",
+    "what reads a buffer was moved behind the write to it, and all regions were lost": """
+def inputs(n):
+    a = numbers(n, 3)
+    b = numbers(n, 3, seed=1)
+    return [a, b]
+
+
+def model(a, b):
+    v0 = torch.sin(b) * 2
+    ops.bump(b, 1.0)
+    return [(v0 + b).exp() * 2]
+
+
+DYNAMIC = False
+""",
+}
+
+
 @pytest.mark.parametrize("sentence", FAILED_ONCE)
 def test_a_program_that_failed_once(sentence):
     verdict = check_source(FAILED_ONCE[sentence])
+    assert not verdict.failed, verdict.detail
+
+
+@pytest.mark.parametrize("sentence", FAILED_ONCE_IN_REGIONS)
+def test_a_program_that_failed_once_in_regions(sentence):
+    with in_regions():
+        verdict = check_source(FAILED_ONCE_IN_REGIONS[sentence])
     assert not verdict.failed, verdict.detail

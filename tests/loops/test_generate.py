@@ -43,6 +43,11 @@ def assert_same(model: Any, given: torch.Tensor, **wanted: Any) -> None:
     assert torch.equal(looped(model, given, **wanted), model.generate(given, **wanted))
 
 
+def test_a_call_without_transformers_says_how_to_write_it(model):
+    with pytest.raises(graphex.InputError, match=r"custom_generate=graphex\.generate"):
+        graphex.generate(model, prompt())
+
+
 def test_a_step_is_captured_once_and_replayed_in_every_generation(model, captures):
     for number in (1, 2):
         assert_same(model, prompt(), **GREEDY)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch.fx import GraphModule
 
-from graphex.regions.compiler import RegionCode
+from tests.harness.compiling import uncompiled_region
 
 
 @pytest.fixture(autouse=True)
@@ -16,13 +15,4 @@ def regions_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region runs its nodes: quick, exact, and seen by the tape, which records what goes through the dispatcher."""
-
-    def code_of(body: GraphModule, patches: object) -> RegionCode:
-        def run(args: list[object]) -> object:
-            given = list(args)
-            args.clear()
-            return body(*given)
-
-        return RegionCode(run, "", ("kernel",), 0.0)
-
-    monkeypatch.setattr("graphex.regions.stage.compile_region", code_of)
+    monkeypatch.setattr("graphex.regions.stage.compile_region", uncompiled_region)

@@ -453,6 +453,19 @@ def test_strides_are_eagers(shape):
         close(mine, theirs)
 
 
+def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
+    def doubled(x):
+        rows, flat = torch.cat([x, x]) % 1.7, x.repeat(1, 3).view(-1) % 1.3  # which stay outside
+        return (rows.sin() * 2 + 1).cos() + rows.mean(0), flat.exp().tanh() * 2
+
+    run = torch.compile(doubled, backend="graphex", dynamic=True)
+    for rows, columns in ((4, 5), (6, 3), (2, 7)):
+        x = torch.randn(rows, columns)
+        close(run(x), doubled(x))
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_buffers_are_written_in_place_around_regions():
     class Counting(nn.Module):
         def __init__(self) -> None:
