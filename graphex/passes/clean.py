@@ -221,8 +221,8 @@ cast = aten._to_copy.default
 _COPIES: dict[object, int] = {aten.clone.default: 0, aten.copy.default: 1}  # and which argument they copy
 
 _SMALL_FLOATS = (torch.float16, torch.bfloat16)
-_SUMS = (aten.sum.dim_IntList, aten.sum.default)
-_RESHAPED = (aten.view.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
+_SUMS: tuple[Any, ...] = (aten.sum.dim_IntList, aten.sum.default)
+_RESHAPED: tuple[Any, ...] = (aten.view.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
 _REACHED = 2**31  # bytes of float32 that one launch adds up
 _ROUNDED_ONCE_ON = ("cuda",)  # devices where a sum of 16-bit values is the same one in float32, rounded
 
@@ -346,19 +346,20 @@ def _rounded_sum(node: Node) -> list[Node]:
     """
     if not _is_plain_cast(node, also=("layout", "device")) or node.meta["val"].device.type not in _ROUNDED_ONCE_ON:
         return []
-    chain = [node.args[0]]
-    while chain[0].target in _RESHAPED:  # type: ignore[union-attr]
-        chain.insert(0, chain[0].args[0])  # type: ignore[union-attr]
-    found = [each for each in chain if isinstance(each, Node) and len(each.users) == 1]
-    if len(found) != len(chain) or found[0].target not in _SUMS or found[0].kwargs != {"dtype": torch.float32}:
+    chain = [node.all_input_nodes[0]]
+    while chain[0].target in _RESHAPED:
+        chain.insert(0, chain[0].all_input_nodes[0])
+    if chain[0].target not in _SUMS or chain[0].kwargs != {"dtype": torch.float32}:
         return []
-    summed = found[0].args[0].meta["val"]  # type: ignore[union-attr]
+    if any(len(each.users) > 1 for each in chain):
+        return []
+    summed = chain[0].all_input_nodes[0].meta["val"]
     is_rounded = summed.dtype in _SMALL_FLOATS and node.meta["val"].dtype == summed.dtype
     sizes = (*summed.shape, *summed.stride())
     if not is_rounded or not all(isinstance(size, int) for size in sizes):
         return []
     reached = sum((size - 1) * step for size, step in zip(summed.shape, summed.stride(), strict=True) if size)
-    return found if 4 * reached < _REACHED else []
+    return chain if 4 * reached < _REACHED else []
 
 
 def _is_plain_cast(node: Node, also: tuple[str, ...] = ()) -> bool:
