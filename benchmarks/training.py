@@ -1,7 +1,8 @@
 """Times training steps: eager, Inductor, graphex, and graphex's `train_step`, in one run.
 
     PYTHONPATH=. python benchmarks/training.py [--models gpt2 unet] [--variants graphex train_step] [--seconds 480]
-    PYTHONPATH=. python benchmarks/training.py --batches middle small --together 24 --seconds 300
+    PYTHONPATH=. python benchmarks/training.py --batches middle small --together 33 --turns 3 --seconds 300 \
+        --variants "inductor reduce-overhead" graphex train_step --first-batch eager "inductor default"
     PYTHONPATH=. python benchmarks/training.py --tiny                    # on the CPU: to try the command
 
 A step is forward, loss, backward, AdamW (fused on CUDA) and zeroing, in autocast bfloat16 on CUDA. Every row comes from
@@ -9,10 +10,12 @@ a new process with empty compile caches; `--together` rows (without it those of 
 side, then take turns to be timed alone. Small batches are those where launches take the time. Rows for which the time
 does not suffice are left out and named.
 
-`ms` is the median time of a step in a row of steps; `x reduce` is that time divided by reduce-overhead's; `peak MiB` is
-the peak device memory while stepping, with weights, optimizer state and the pools of captured graphs; `x peak` is that
-divided by reduce-overhead's; `cold s` is the time of the first six steps; `loss` is the largest difference of the first
-six losses from eager's (dropout draws other numbers where Inductor generates its code).
+`ms` is the time of a step in a row of steps: a turn is five such rows, of which the median counts, and the median of
+the turns is in the table, so that of three turns one may be disturbed. `x reduce` is that time divided by
+reduce-overhead's; `peak MiB` is the peak device memory while stepping, with weights, optimizer state and the pools of
+captured graphs; `x peak` is that divided by reduce-overhead's; `cold s` is the time of the first six steps; `loss` is
+the largest difference of the first six losses from eager's (dropout draws other numbers where Inductor generates its
+code).
 """
 
 from __future__ import annotations
@@ -42,11 +45,12 @@ TIME, MEMORY, WHOLE_STEP = 1.02, 1.05, 1 / 1.25  # of reduce-overhead's, at most
 
 @dataclass(frozen=True)
 class Row:
-    """One variant of one model and batch, in seconds and bytes."""
+    """One variant of one model and batch, in seconds and bytes. `best` is the shortest row of steps."""
 
     setting: Setting
     variant: str
     pipelined: float = 0.0
+    best: float = 0.0
     compile: float = 0.0
     imports: float = 0.0
     compiled: str = "alone"
@@ -120,18 +124,18 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"training steps on {device}. {machine()}", flush=True)
     absent = {name for name in options.models if any(not _is_there(each) for each in MODELS[name].packages)}
     settings = settings_of([name for name in options.models if name not in absent], device, options)
-    chosen = [TRAINING_VARIANTS[name] for name in options.variants]
+    jobs = jobs_of(settings, options)
     rows = Rows(options.json)
     plan = Plan(
         time.perf_counter() + options.seconds,
-        options.together or len(chosen),
+        options.together or len(options.variants),
         say=_to_stderr,
         turns=options.turns,
-        timing=1.0 * options.turns,
+        timing=0.8 * options.turns,
         patience=options.patience,
         room=_room(device),
     )
-    for job in measure([Job(setting, variant) for setting in settings for variant in chosen], rows, plan):
+    for job in measure(jobs, rows, plan):
         rows.add(Row(job.setting, job.variant.name, failed="the time is up"))
     print(f"\n{table(rows)}\n")
     for row in rows.all:
@@ -147,6 +151,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     made.add_argument("--variants", nargs="+", choices=tuple(TRAINING_VARIANTS), default=list(TRAINING_VARIANTS))
     made.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
+    made.add_argument(
+        "--first-batch",
+        nargs="+",
+        choices=tuple(TRAINING_VARIANTS),
+        default=[],
+        metavar="VARIANT",
+        help="these are measured after all others, with the first of the batches only",
+    )
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seconds", type=float, default=900, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
@@ -165,6 +177,14 @@ def settings_of(names: Sequence[str], device: str, options: argparse.Namespace) 
         return [Setting(name, "tiny" if options.tiny else "cpu", 2, "float32", "cpu", 1) for name in names]
     places = [BATCHES.index(size) for size in options.batches]
     return [Setting(name, batch=MODELS[name].batches[place]) for place in places for name in names]
+
+
+def jobs_of(settings: Sequence[Setting], options: argparse.Namespace) -> list[Job]:
+    """The rows to measure, those first that are worth most."""
+    everywhere = [Job(setting, TRAINING_VARIANTS[name]) for setting in settings for name in options.variants]
+    first = {setting.model: setting for setting in reversed(settings)}
+    once = [setting for setting in settings if first[setting.model] is setting]
+    return everywhere + [Job(setting, TRAINING_VARIANTS[name]) for setting in once for name in options.first_batch]
 
 
 def table(rows: Rows) -> str:

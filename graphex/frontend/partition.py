@@ -6,7 +6,8 @@ nodes are respected.
 
 graphex keeps some ops whole that Inductor takes apart before it cuts. These values are computed again:
 
-    logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved
+    logits: bf16[tokens, words] -> log_softmax: f32[tokens, words]      from the logits, which are saved, and on a GPU
+                                                                        from two saved numbers a row
     x: bf16[tokens, words] -> f32 -> nll_loss_backward                  which reads nothing of it but its size
     x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
     x: bf16 -> f32 -> group norm: f32 -> silu_backward                  the same, from x and the saved statistics
@@ -49,6 +50,7 @@ _BY_SIZE: dict[Any, int] = {  # arguments whose values are not looked at
     aten.nll_loss2d_backward.default: 1,
 }
 _POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
+_STATISTICS_ON = ("cuda",)  # devices where a log-softmax is taken apart for its derivative
 _SOURCES = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default)
 
 
@@ -65,7 +67,7 @@ def partition(
     again: set[str] = set()
     if compilation.config.regions and regions_enabled() and not any(_MARK in node.meta for node in joint.graph.nodes):
         normalize_again(joint)
-        again = prefer_computing_again(joint)
+        again = take_log_softmaxes_apart(joint) | prefer_computing_again(joint)
     forward, backward = _cut(joint, inputs, compilation, kwargs)
     output = forward.graph.output_node()
     output.meta[RETURNED] = kwargs["num_fwd_outputs"]
@@ -151,10 +153,7 @@ def _normalized(norm: Node, mean: Node, rstd: Node) -> Node:
     result = norm.meta["val"][0]
 
     def made(target: Any, *args: Any) -> Node:
-        node = norm.graph.call_function(target, args)
-        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
-        inherit_all(node, [norm])
-        return node
+        return _made(norm, target, *args)
 
     def viewed(each: Any, sizes: list[Any]) -> Node:
         return made(aten.view.default, each, sizes)
@@ -164,6 +163,67 @@ def _normalized(norm: Node, mean: Node, rstd: Node) -> Node:
     less = made(aten.mul.Tensor, viewed(mean, of_batch), factor)
     shift = made(aten.sub.Tensor, viewed(bias, of_width), less)
     return made(aten.add.Tensor, made(aten.mul.Tensor, x, viewed(factor, of_both)), viewed(shift, of_both))
+
+
+def take_log_softmaxes_apart(joint: GraphModule) -> set[str]:
+    """Let a backward compute a log-softmax from two numbers a row, which are saved, instead of reading the row twice.
+
+        before:  y = log_softmax(x);                                                log_softmax_backward(g, y)
+        after:   m = amax(x); s = log(sum(exp(x - m))); y = (x - m) - s;            log_softmax_backward(g, y)
+
+    That is what Inductor makes of the op in any case, but once the graph is cut, where a backward begins from x.
+    """
+    found = set()
+    for node in joint.graph.find_nodes(op="call_function", target=aten._log_softmax.default):
+        if not _is_wider(node) or not _has_plain_rows(node):
+            continue
+        with joint.graph.inserting_before(node):
+            result = _log_softmax(node)
+        node.replace_all_uses_with(result)
+        joint.graph.erase_node(node)
+        result.meta[_MARK] = CheckpointPolicy.PREFER_RECOMPUTE
+        found.add(result.name)
+    joint.recompile()
+    return found
+
+
+def _has_plain_rows(node: Node) -> bool:
+    """Whether a log-softmax is of float32, has rows that are not empty and lie as x does, and is derived."""
+    x, dim, _ = node.args
+    assert isinstance(x, Node)
+    assert isinstance(dim, int)
+    given, result = x.meta["val"], node.meta["val"]
+    is_plain = result.dtype == torch.float32 and given.stride() == result.stride() and result.dim() > 0
+    size = result.shape[dim] if is_plain else 0
+    return result.device.type in _STATISTICS_ON and isinstance(size, int) and size > 0 and _is_derived(node)
+
+
+def _is_derived(node: Node) -> bool:
+    """Whether the derivative of a log-softmax reads it; autograd detaches it first."""
+    return any(
+        user.target is aten._log_softmax_backward_data.default
+        or (user.target is aten.detach.default and _is_derived(user))
+        for user in node.users
+    )
+
+
+def _log_softmax(node: Node) -> Node:
+    x, dim, _ = node.args
+    assert isinstance(x, Node)
+    if x.meta["val"].dtype != torch.float32:
+        x = _made(node, aten._to_copy.default, x, dtype=torch.float32)
+    shifted = _made(node, aten.sub.Tensor, x, _made(node, aten.amax.default, x, [dim], True))
+    total = _made(node, aten.sum.dim_IntList, _made(node, aten.exp.default, shifted), [dim], True)
+    return _made(node, aten.sub.Tensor, shifted, _made(node, aten.log.default, total))
+
+
+def _made(origin: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call that stands for a part of what a node computes."""
+    node = origin.graph.call_function(target, args, kwargs)
+    values = (arg.meta["val"] if isinstance(arg, Node) else arg for arg in args)
+    node.meta["val"] = target(*values, **kwargs)
+    inherit_all(node, [origin])
+    return node
 
 
 def _is_wider(node: Node) -> bool:

@@ -6,6 +6,9 @@
     before:  a = to(x_bf16, float32); b = to(a, bfloat16); c = to(a, float64); copy_(x, x)        redundant copies
     after:   b is x_bf16;                                  c = to(x_bf16, float64)
 
+    before:  s = sum(x_bf16, 0, dtype=float32); b = to(view(s), bfloat16)                         one rounding
+    after:   s = sum(x_bf16, 0);                b = view(s)
+
     before:  a = mul(x, 2); b = add(x, 1); return b                                               dead code
     after:                  b = add(x, 1); return b
 
@@ -17,8 +20,11 @@ of the alias facts, the same way for all: an operation that returns fresh memory
 so no output ever begins to share memory with an input or with another output.
 
 A cast through a type that holds every value of the first one exactly is as if it was not made. Only such casts are
-removed: float32 -> bfloat16 -> float32 rounds, and stays. Dead code never includes effects: writes, random ops (the
-next one would draw other numbers), asserts, collectives, scopes, events and every op that is not known to be pure.
+removed: float32 -> bfloat16 -> float32 rounds, and stays. A sum of 16-bit values may be rounded by the op instead of by
+a cast behind it, which a backward that is traced in autocast has for each bias.
+
+Dead code never includes effects: writes, random ops (the next one would draw other numbers), asserts, collectives,
+scopes, events and every op that is not known to be pure.
 
 Two calls are equal if the op, its arguments and its stream are, nothing they read was written in between, and the op
 is known to be a pure function. Where both results reach the user, or one of them is written to, merging would let the
@@ -40,6 +46,7 @@ from graphex.analysis.effects import UNINITIALISED, operator_of
 from graphex.analysis.graphs import MERGED, argument, value_key
 from graphex.passes.input_reinplace import first_write_in_place
 from graphex.rewrite.base import GraphPass, Work
+from graphex.rewrite.metadata import evaluate, fake_mode_of
 
 # -- no-ops ------------------------------------------------------------------------------------------------------------
 
@@ -214,6 +221,10 @@ cast = aten._to_copy.default
 _COPIES: dict[object, int] = {aten.clone.default: 0, aten.copy.default: 1}  # and which argument they copy
 
 _SMALL_FLOATS = (torch.float16, torch.bfloat16)
+_SUMS: tuple[Any, ...] = (aten.sum.dim_IntList, aten.sum.default)
+_RESHAPED: tuple[Any, ...] = (aten.view.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
+_REACHED = 2**31  # bytes of float32 that one launch adds up
+_ROUNDED_ONCE_ON = ("cuda",)  # devices where a sum of 16-bit values is the same one in float32, rounded
 
 # type -> the types that hold each of its values exactly
 EXACT_IN: dict[torch.dtype, frozenset[torch.dtype]] = {
@@ -235,7 +246,7 @@ class RemoveRedundantCopies(GraphPass):
 
     name = "remove_redundant_copies"
     moves_writes = True  # it takes some away
-    rule_names = ("cast_back", "cast_through", "self_copy")
+    rule_names = ("cast_back", "cast_through", "round_sum", "self_copy")
 
     def apply(self, work: Work) -> None:
         for node in list(work.graph.nodes):
@@ -244,6 +255,9 @@ class RemoveRedundantCopies(GraphPass):
                 assert isinstance(target, Node)
                 node.replace_all_uses_with(target)
                 work.erase(node, rule="self_copy", because="the memory has these values already")
+                continue
+            if (chain := _rounded_sum(node)) and work.allows("round_sum"):
+                self._round_once(work, node, chain)
                 continue
             detour = _detour(node)
             if detour is None:
@@ -260,6 +274,21 @@ class RemoveRedundantCopies(GraphPass):
                     work.replace(node, source, rule="cast_back", because=exact)
             elif result.is_floating_point() and origin.is_floating_point() and result.dtype != origin.dtype:
                 self._skip_middle(work, node, source, middle, exact)
+
+    def _round_once(self, work: Work, node: Node, chain: list[Node]) -> None:
+        """Let a sum round its result; `chain` leads from the sum to what is cast."""
+        rule = "round_sum"
+        if any(map(work.aliases.is_written, chain)):
+            work.refuse(node, "the value in between is written to in this graph", rule=rule)
+        elif reason := work.aliases.why_not_same(node, chain[-1]):
+            work.refuse(node, reason, rule=rule)
+        else:
+            mode = fake_mode_of(work.gm)
+            assert mode is not None
+            chain[0].kwargs = {}
+            for each in chain:
+                each.meta["val"] = evaluate(work.gm, each, mode)
+            work.replace(node, chain[-1], rule=rule, because="the sum is rounded by the op itself")
 
     def _skip_middle(self, work: Work, node: Node, source: Node, middle: Node, exact: str) -> None:
         rule = "cast_through"
@@ -309,15 +338,42 @@ def _detour(node: Node) -> tuple[Node, Node] | None:
     return source, middle
 
 
-def _is_plain_cast(node: Node) -> bool:
+def _rounded_sum(node: Node) -> list[Node]:
+    """The sum in float32, and views of it, that a node casts to the 16 bits of what was summed; empty if it does not.
+
+    On a GPU the op adds the same numbers in the same order, whatever the type of its result. A sum over more than one
+    launch reaches is left alone: a result of 16 bits is rounded in between. Nothing else may read the sum.
+    """
+    if not _is_plain_cast(node, also=("layout", "device")) or node.meta["val"].device.type not in _ROUNDED_ONCE_ON:
+        return []
+    chain = [node.all_input_nodes[0]]
+    while chain[0].target in _RESHAPED:
+        chain.insert(0, chain[0].all_input_nodes[0])
+    if chain[0].target not in _SUMS or chain[0].kwargs != {"dtype": torch.float32}:
+        return []
+    if any(len(each.users) > 1 for each in chain):
+        return []
+    summed = chain[0].all_input_nodes[0].meta["val"]
+    is_rounded = summed.dtype in _SMALL_FLOATS and node.meta["val"].dtype == summed.dtype
+    sizes = (*summed.shape, *summed.stride())
+    if not is_rounded or not all(isinstance(size, int) for size in sizes):
+        return []
+    reached = sum((size - 1) * step for size, step in zip(summed.shape, summed.stride(), strict=True) if size)
+    return chain if 4 * reached < _REACHED else []
+
+
+def _is_plain_cast(node: Node, also: tuple[str, ...] = ()) -> bool:
+    """Whether nothing but the type differs; keywords other than `also` are not looked into."""
     if node.op != "call_function" or node.target is not cast or not isinstance(node.args[0], Node):
         return False
-    if any(value is not None for key, value in node.kwargs.items() if key not in ("dtype", "non_blocking")):
+    if any(value is not None for key, value in node.kwargs.items() if key not in ("dtype", "non_blocking", *also)):
         return False
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
         return False
     if before.layout != torch.strided or before.is_conj() or before.is_neg():
+        return False
+    if before.device != after.device or after.layout != torch.strided:
         return False
     return known_equal(before.stride(), after.stride())
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.subjects import Setting
-from benchmarks.training import Row, Rows, missed, settings_of, table
+from benchmarks.training import Row, Rows, jobs_of, missed, settings_of, table
 from benchmarks.training import parser as command
 from benchmarks.training_models import MODELS
 from benchmarks.training_worker import stages
-from benchmarks.variants import GRAPHEX, REDUCE, TRAIN_STEP
+from benchmarks.variants import GRAPHEX, REDUCE, TRAIN_STEP, TRAINING_VARIANTS
 
 TINY = Setting("unet", "tiny", 2, "float32", "cpu", 1)
 
@@ -38,6 +38,23 @@ def test_rows_of_the_batch_that_is_named_first_come_first() -> None:
     options = command().parse_args(["--batches", "middle", "small"])
     found = settings_of(["gpt2", "llama"], "cuda", options)
     assert [(each.model, each.batch) for each in found] == [("gpt2", 8), ("llama", 2), ("gpt2", 1), ("llama", 1)]
+
+
+def test_variants_of_the_first_batch_come_after_all_others() -> None:
+    options = command().parse_args(["--batches", "middle", "small", "--variants", "graphex", "--first-batch", "eager"])
+    found = jobs_of(settings_of(["gpt2", "llama"], "cuda", options), options)
+    assert [(each.setting.batch, each.variant.name) for each in found] == [
+        *((8, "graphex"), (2, "graphex"), (1, "graphex"), (1, "graphex")),
+        *((8, "eager"), (2, "eager")),
+    ]
+
+
+def test_of_three_turns_one_may_be_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([[5.0, 6.0, 7.0], [90.0, 95.0, 99.0], [4.0, 6.5, 8.0]])
+    monkeypatch.setattr("benchmarks.training_worker.per_call", lambda step, seconds: next(turns))
+    steps = stages(TINY, TRAINING_VARIANTS["eager"], tmp_path / "losses.pt")
+    facts = [next(steps) for _ in range(6)][-1]
+    assert (facts["pipelined"], facts["best"]) == (6.5, 4.0)
 
 
 def test_rows_are_compared_with_reduce_overhead() -> None:

@@ -490,3 +490,73 @@ def test_a_mask_that_is_made_of_numbers_leaves_attention_its_fast_kernels(kind: 
     close(found, attend(q, k, v), 2e-2)
     assert [each.rule for each in graphex.journal(run).rewrites].count("known_mask") == 1
     assert not [each for each in graphex.journal(run).region_borders if "softmax" in each.op]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_sum_of_16_bits_is_the_one_of_float32_rounded(dtype: torch.dtype):
+    """What the rule `round_sum` relies on."""
+    for shape in ((64, 192), (1024, 768), (8, 33, 65), (4096, 50), (3, 100_003), (12_345, 3072)):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        for each in (x, x.transpose(0, 1)):
+            for dims in ([0], [1], [0, 1]):
+                wide = each.sum(dims, keepdim=True, dtype=torch.float32)
+                assert torch.equal(each.sum(dims, keepdim=True), wide.to(dtype)), (shape, dims)
+
+
+def test_the_gradients_of_biases_in_autocast_take_no_casts_of_their_own():
+    """A backward is traced in autocast, where a sum is of float32: it is eager's again."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(3))).cuda(), torch.randn(256, 64, device="cuda")
+    gradients = {}
+    run = compiled(model)
+    for name, each in (("eager", model), ("ours", run)):
+        for _ in range(CALLS):
+            model.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = each(x).square().mean()
+            loss.backward()
+        gradients[name] = [parameter.grad.clone() for parameter in model.parameters()]
+    close(gradients["ours"], gradients["eager"], 1e-2)
+    assert [each.rule for each in graphex.journal(run).rewrites].count("round_sum") == 6
+    assert not [each for each in graphex.journal(run).region_borders if "_to_copy" in each.op]
+
+
+def test_the_gradient_of_a_bias_in_autocast_is_eagers_bit_for_bit():
+    x = torch.randn(1000, 96, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(96, device="cuda", requires_grad=True)
+
+    def add(x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.to(x.dtype)
+
+    run, found = compiled(add, regions=False), []
+    for each in (add, run):
+        bias.grad = None
+        with torch.autocast("cuda", torch.bfloat16):
+            result = each(x, bias)
+        result.backward(x)
+        found.append(bias.grad)
+    assert torch.equal(*found)
+    assert [each.rule for each in graphex.journal(run).rewrites].count("round_sum") == 1
+
+
+def test_a_backward_of_a_loss_reads_each_row_of_logits_once():
+    target = torch.randint(0, 1000, (256,), device="cuda")
+
+    def loss(logits: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.float(), target)
+
+    logits = (10 * torch.randn(256, 1000, device="cuda")).bfloat16().requires_grad_()
+    run = compiled(loss)
+    for _ in range(CALLS):
+        logits.grad = None
+        value = run(logits)
+        value.backward()
+    found, logits.grad = logits.grad, None
+    expected = loss(logits)
+    expected.backward()
+    close(value, expected)
+    torch.testing.assert_close(found, logits.grad)
+    saved = {each.op: each.bytes for each in graphex.journal(run).activations if each.status == "saved"}
+    assert saved["aten.amax.default"] == saved["aten.log.default"] == 256 * 4
+    kernels = [name for each in graphex.journal(run).regions if "backward" in each.graph for name in each.kernels]
+    assert not [name for name in kernels if "softmax_online" in name]

@@ -99,6 +99,38 @@ def test_a_log_softmax_of_cast_logits_is_computed_again_where_regions_compile_it
     assert "aten._log_softmax.default" not in saved(compiled)
 
 
+def test_a_log_softmax_of_cast_logits_is_computed_again_from_two_numbers_a_row(monkeypatch):
+    """As on a GPU: the statistics are saved, so that a backward reads each row once. Of empty rows there are none."""
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    monkeypatch.setattr("graphex.frontend.partition._STATISTICS_ON", ("cpu",))
+    target = torch.randint(0, 96, (32,))
+
+    def loss(logits):
+        return functional.cross_entropy(logits.float(), target)
+
+    def transposed(logits):
+        return torch.log_softmax(logits.t().float(), 0).square().mean()
+
+    for function, is_apart in ((loss, True), (transposed, False)):
+        torch._dynamo.reset()
+        logits = (10 * torch.randn(32, 96)).bfloat16().requires_grad_()
+        compiled = compile_it(function)
+        value = compiled(logits)
+        value.backward()
+        found, logits.grad = logits.grad, None
+        expected = function(logits)
+        expected.backward()
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(found, logits.grad)
+        records = graphex.journal(compiled).activations
+        again = {each.op: each.reason for each in records if each.status == "computed again"}
+        assert ("aten.amax.default" in saved(compiled)) == is_apart
+        assert not again.keys() & {"aten.amax.default", "aten.sum.dim_IntList", "aten.exp.default"}
+        if is_apart:
+            assert again["aten.sub.Tensor"] == "a region computes it where it is read"
+            assert sum(saved(compiled).values()) < 32 * 96
+
+
 def test_a_tanh_in_a_chain_is_computed_again_where_regions_compile_it_and_one_of_a_product_is_saved(monkeypatch):
     """The first is GPT-2's activation, which saves what it is computed from in any case; the second saves one value."""
     layer = nn.Linear(16, 16)

@@ -178,6 +178,63 @@ def test_the_pass_can_be_disabled():
     assert made.count(cast) == 2
 
 
+# -- sums that are rounded once ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("graphex.passes.clean._ROUNDED_ONCE_ON", ("cpu",))
+
+
+def gradient_of_a_bias(x):
+    """As a backward that is traced in autocast has it."""
+    wide = aten.sum.dim_IntList(x, [0], True, dtype=torch.float32)
+    return cast(cast(aten.view.default(wide, [x.shape[1]]), dtype=x.dtype), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_sum_that_is_cast_back_is_rounded_by_the_op(as_on_a_gpu, dtype):
+    made = Optimised(gradient_of_a_bias, torch.randn(64, 48).to(dtype))
+    assert made.cleaned() == ["round_sum"]
+    assert made.count(cast) == 1
+
+
+def test_a_sum_stays_wide_where_its_device_adds_in_another_order():
+    made = Optimised(gradient_of_a_bias, torch.randn(64, 48).bfloat16())
+    assert made.cleaned() == []
+    assert made.count(cast) == 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [
+        (lambda x: (total := aten.sum.default(x, dtype=torch.float32), cast(total, dtype=x.dtype)), torch.bfloat16),
+        (lambda x: cast(aten.sum.default(x, dtype=torch.float32), dtype=torch.float16), torch.bfloat16),
+        (lambda x: cast(aten.sum.default(x, dtype=torch.float64), dtype=x.dtype), torch.bfloat16),
+        (lambda x: cast(aten.sum.default(x), dtype=torch.bfloat16), torch.float32),
+        (lambda x: cast(aten.mean.default(x, dtype=torch.float32), dtype=x.dtype), torch.bfloat16),
+    ],
+    ids=["read as it is", "another type", "of float64", "of float32", "a mean"],
+)
+def test_a_sum_that_is_not_only_rounded_stays_as_it_is(as_on_a_gpu, kept, dtype):
+    assert Optimised(kept, torch.randn(64, 48).to(dtype)).cleaned() == []
+
+
+def test_a_sum_that_is_written_to_before_it_is_rounded_stays_wide(as_on_a_gpu):
+    def written(x):
+        wide = aten.sum.dim_IntList(x, [0], dtype=torch.float32)
+        aten.zero_.default(aten.slice.Tensor(wide, 0, 0, 1))
+        return aten.neg.default(cast(wide, dtype=x.dtype))
+
+    assert Optimised(written, torch.randn(64, 48).bfloat16()).cleaned() == []
+
+
+def test_a_sum_over_more_than_one_launch_reaches_stays_wide(as_on_a_gpu, monkeypatch):
+    """Results of 16 bits would be rounded between the launches."""
+    monkeypatch.setattr("graphex.passes.clean._REACHED", 64 * 48)
+    assert Optimised(gradient_of_a_bias, torch.randn(64, 48).bfloat16()).cleaned() == []
+
+
 # -- copies of memory to itself ----------------------------------------------------------------------------------------
 
 
