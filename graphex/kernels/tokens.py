@@ -9,8 +9,6 @@ place of every element, and takes twice as long.
 
     source   row 0 . . . gap | row 1 . . . gap | ...        target   row 0 . . . | row 1 . . . | ...
 
-Wide adjacent rows are written as one row, in stores of 16 bytes: an odd width leaves no row of its own aligned.
-
 `argmax` and `append_tokens_`: the best token of each sequence, and the bookkeeping of a step in one program.
 """
 
@@ -127,7 +125,6 @@ def embedding(call: Arguments) -> Any:
 
 
 COPIED_COLUMNS, COPIED_WARPS = 1024, 4  # of one program
-COPIED_TOGETHER, MOST_TOGETHER = 2048, 2**31 - 2048  # of rows that are written as one
 
 
 @triton.jit
@@ -140,18 +137,6 @@ def rows_kernel(source, target, columns, blocks, source_stride, target_stride, B
     tl.store(target + row * target_stride + column, values, mask=ok)
 
 
-@triton.jit
-def adjacent_rows_kernel(source, target, columns, elements, source_stride, BLOCK: tl.constexpr):
-    """A block of the target, which begins in one row and ends there or in the next. Places are numbers of 32 bits."""
-    first = tl.program_id(0) * BLOCK
-    row = first // columns
-    column = first - row * columns + tl.arange(0, BLOCK)
-    place = tl.where(column < columns, column, column + (source_stride - columns))
-    ok = first + tl.arange(0, BLOCK) < elements
-    values = tl.load(source + row.to(tl.int64) * source_stride + place, mask=ok)
-    tl.store(target + first + tl.arange(0, BLOCK), values, mask=ok)
-
-
 def copy_rows(target: Tensor, source: Tensor) -> bool:
     """Copy a tensor into another of the same size and type. False: these are no rows, and nothing was done."""
     if source.dtype not in FLOATS or source.dim() == 0:
@@ -159,19 +144,12 @@ def copy_rows(target: Tensor, source: Tensor) -> bool:
     read, written = rows_of(source), rows_of(target)
     if isinstance(read, str) or isinstance(written, str) or read.inner is not None or written.inner is not None:
         return False
-    blocks, elements = blocks_of(read.columns, COPIED_COLUMNS), source.numel()
+    blocks = blocks_of(read.columns, COPIED_COLUMNS)
     if read.count * blocks >= 2**31:
         return False
-    if written.inner_stride == read.columns >= COPIED_TOGETHER and elements < MOST_TOGETHER:
-        constants = {"BLOCK": COPIED_TOGETHER, "num_warps": COPIED_WARPS}
-        plan = LaunchPlan(
-            (blocks_of(elements, COPIED_TOGETHER),), (read.columns, elements, read.inner_stride), constants
-        )
-        plan.launch(adjacent_rows_kernel, (source, target), source)
-    else:
-        constants = {"BLOCK": COPIED_COLUMNS, "num_warps": COPIED_WARPS}
-        integers = read.columns, blocks, read.inner_stride, written.inner_stride
-        LaunchPlan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
+    integers = read.columns, blocks, read.inner_stride, written.inner_stride
+    constants = {"BLOCK": COPIED_COLUMNS, "num_warps": COPIED_WARPS}
+    LaunchPlan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
     return True
 
 

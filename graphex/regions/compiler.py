@@ -8,11 +8,10 @@ line says what is compiled, from `PATIENCE` seconds on.
 
 In a trial, compiled code is timed against the same nodes as single kernels, and stays if it is no slower. On a GPU both
 are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
-Code that launches a third less kernels than the nodes that it stands for is certain to be faster there, and is taken
-untried: calls of libraries are the same in both, and count for neither. On a CPU both are called in turns; what is
-measured while other programs hold the cores is doubtful, and has to show far more. GRAPHEX_TUNING=off takes the
-compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all pairs. Inputs are made up:
-normal numbers, zeros for integers, which are in the range of every index.
+Code that launches a third less kernels than the nodes is certain to be faster there, and is taken untried. On a CPU
+both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more.
+GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
+pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
 
 from __future__ import annotations
@@ -423,7 +422,7 @@ CLOSE = 1.2  # times that differ by less may be the other way round in the next 
 SMALLEST, WIDE = 1.02, 2.0  # how much faster single kernels have to be, and in a doubtful measurement
 SPREAD = 1.5  # a usual call takes so much longer than the shortest: something else runs too
 HELD = 0.5  # the part of the time in which this thread has a core; with less, something else runs too
-CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels that it replaces: it is faster
+CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
 KERNELS = 240  # in a graph that is timed
 BAGS = (torch.ops.aten._embedding_bag.default, torch.ops.aten._embedding_bag_forward_only.default)
 
@@ -454,8 +453,7 @@ def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.devi
 def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
     signature = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
     single = sum(map(is_kernel, body.graph.nodes))
-    called = launches(body, code) - code.launches  # in both
-    if code.launches <= CERTAIN * (single - called):
+    if launches(body, code) <= CERTAIN * single:
         return Outcome()
     args = made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
     if args is None or torch.cuda.is_current_stream_capturing():

@@ -965,30 +965,6 @@ def test_a_busy_machine_is_not_believed_that_a_region_is_slower(
     assert (outcome.is_kept, outcome.is_doubtful) == (is_kept, is_doubtful)
 
 
-@pytest.mark.parametrize(("launched", "is_timed"), [(2, False), (3, True)])
-def test_code_on_a_gpu_that_launches_a_third_less_kernels_is_not_timed(launched, is_timed, monkeypatch):
-    """Two products are called in both; three kernels become two, or three."""
-    monkeypatch.setenv("GRAPHEX_TUNING", "on")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    timed: list[str] = []
-    monkeypatch.setattr(compiler, "choose", lambda op, key, runs, first: timed.append(op) or first)
-    graph = torch.fx.Graph()
-    x = value = graph.placeholder("x")
-    for op in ("mm", "relu", "sin", "mm", "cos"):
-        called = getattr(torch.ops.aten, op).default
-        value = graph.call_function(called, (value, x) if op == "mm" else (value,))
-    for node in graph.nodes:
-        node.meta["val"] = torch.randn(4, 4)
-    graph.output((value,))
-    source = "\n".join(f"kernel_{number}.run(x)" for number in range(launched))
-    code = compiler.RegionCode(lambda args: None, source, tuple(f"kernel_{each}" for each in range(launched)), 0.0)
-    body = torch.fx.GraphModule(torch.nn.Module(), graph)
-    assert tried(body, code, "", torch.device("cuda", 0)).is_kept
-    assert bool(timed) == is_timed
-
-
 @pytest.mark.parametrize("op", ["relu", "_embedding_bag_forward_only"])
 def test_bags_whose_offsets_would_be_made_up_are_not_timed(op, monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")

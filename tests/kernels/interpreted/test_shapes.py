@@ -227,7 +227,7 @@ def test_rows_are_copied_from_one_layout_into_another(before, width, dtype, read
     assert torch.equal(target, source if copy_rows(target, source) else untouched)
 
 
-@pytest.mark.parametrize("columns", [13, 1023, 1025, 2048, 2049, 2500])
+@pytest.mark.parametrize("columns", [13, 1023, 1025, 2500])
 def test_padded_rows_are_copied_into_adjacent_ones(columns):
     source, target = torch.randn(2, 3, columns + 3)[..., :columns], torch.zeros(2, 3, columns)
     assert copy_rows(target, source)
