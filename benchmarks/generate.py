@@ -9,8 +9,7 @@ loop with compiled prompts (`prefill`).
 caches. Rows compile side by side, `--together` of them; tiles are measured and rows are timed one by one. `token` is
 the time of a token after the first, `first` that of `generate` with one new token, `step alone` a captured step
 replayed in a row, `x floor` the token's time over that of reading what it needs at the speed of a large copy. No row is
-begun that would not end within `--seconds`. `--rows` are those rows alone, as model:batch:variant, or as
-model:batch:loop:read_ahead for the loop without that pass.
+begun that would not end within `--seconds`. `--rows` are those rows alone, as model:batch:variant.
 """
 
 from __future__ import annotations
@@ -64,16 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def chosen(options: argparse.Namespace) -> list[Setting]:
     """The settings that are asked for. Rows of one model and batch follow each other."""
-    rows = [each.split(":") for each in options.rows] or [
-        [model, str(batch), variant]
+    rows = [tuple(each.split(":")) for each in options.rows] or [
+        (model, str(batch), variant)
         for model in options.models
         for batch in options.batch
         for variant in options.variants
     ]
-    found = [
-        Setting(model, variant, int(batch), options.layers, without="".join(without))
-        for model, batch, variant, *without in rows
-    ]
+    found = [Setting(model, variant, int(batch), options.layers) for model, batch, variant in rows]
     return [each.tiny() for each in found] if options.tiny else found
 
 
@@ -82,9 +78,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     made.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
     made.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    made.add_argument(
-        "--rows", nargs="+", default=[], metavar="MODEL:BATCH:VARIANT[:WITHOUT]", help="these and no others"
-    )
+    made.add_argument("--rows", nargs="+", default=[], metavar="MODEL:BATCH:VARIANT", help="these and no others")
     made.add_argument("--together", type=int, default=4, metavar="ROWS", help="compile so many beside each other")
     made.add_argument("--layers", type=int, default=0, help="of every model; 0: as many as its row says")
     made.add_argument("--seconds", type=float, default=3600, help="no row is begun that would not end by then")
@@ -94,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 def line(row: Row, bandwidth: float) -> str:
     setting = row.setting
-    about = (setting.model, str(setting.depth), str(setting.batch), setting.way)
+    about = (setting.model, str(setting.depth), str(setting.batch), setting.variant)
     if row.failed:
         return f"| {' | '.join((*about, *'------'))} |"
     figures = (
@@ -111,7 +105,7 @@ def line(row: Row, bandwidth: float) -> str:
 def missed(rows: list[Row], bandwidth: float) -> list[str]:
     """The targets that the loop misses, and rows whose tokens are not those of the compiled step."""
     found = []
-    by = {(row.setting.model, row.setting.batch, row.setting.way): row for row in rows}
+    by = {(row.setting.model, row.setting.batch, row.setting.variant): row for row in rows}
     for (model, batch, variant), row in by.items():
         if variant != "loop":
             continue

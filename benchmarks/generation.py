@@ -119,14 +119,9 @@ class Setting:
     tokens: int = 128
     device: str = "cuda"
     dtype: str = "bfloat16"
-    without: str = ""  # a pass that the loop leaves out
 
     def __str__(self) -> str:
-        return f"{self.model}, batch {self.batch}, {self.way}"
-
-    @property
-    def way(self) -> str:
-        return f"{self.variant} without {self.without}" if self.without else self.variant
+        return f"{self.model}, batch {self.batch}, {self.variant}"
 
     @property
     def depth(self) -> int:
@@ -217,9 +212,7 @@ def arguments(setting: Setting) -> dict[str, Any]:
     from transformers import CompileConfig
 
     if setting.variant in LOOPS:
-        options = {"disable_passes": [setting.without]} if setting.without else None
-        prefill = setting.variant == "prefill"
-        return {"custom_generate": graphex.generate, "graphex_prefill": prefill, "graphex_options": options}
+        return {"custom_generate": graphex.generate, "graphex_prefill": setting.variant == "prefill"}
     if setting.variant == "eager":
         return {}
     config = CompileConfig(backend="graphex", mode=None) if setting.variant == "step" else CompileConfig()

@@ -1,16 +1,12 @@
 """Arithmetic that the kernels share. Values are float32 in registers; `rounded` is where the reference rounds.
 
-`pdl_wait` and `pdl_launch` are programmatic dependent launch (PDL, from Hopper on): kernels in a row leave less of a
-gap.
+The last two functions are programmatic dependent launch (PDL, from Hopper on): kernels in a row leave less of a gap.
 
     kernel        reads, computes | pdl_launch | writes its results
     next kernel                      starts, finds its addresses | pdl_wait | reads ...
 
 `pdl_wait` waits for everything that the kernels before have done, however far back, because each of them has waited
 itself. So a kernel with PDL calls it before it reads anything that a kernel may have written, and before it writes.
-
-`ask_ahead` is for the memory that a later kernel reads first. It brings no value here: whatever is written to that
-memory in between is what the later kernel finds.
 """
 
 from __future__ import annotations
@@ -292,31 +288,3 @@ def pdl_launch(PDL: tl.constexpr):
     """The next kernel may start once all programs are here; it waits for the rest of this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def ask_ahead(memory, share, asking, PDL: tl.constexpr):
-    """The last `asking` programs ask for `share` bytes each of every tensor in a tuple, from its start on, to be read
-    into the cache of the device. The tensors start at multiples of 16 bytes, and a share is such a multiple.
-
-    An instruction of the GPUs that have PDL. One thread of a program is enough.
-    """
-    if PDL:
-        place = tl.program_id(0) - (tl.num_programs(0) - asking)
-        if place >= 0:
-            for i in tl.static_range(len(memory)):
-                tl.inline_asm_elementwise(
-                    """{
-                    .reg .pred first;
-                    .reg .u32 thread;
-                    mov.u32 thread, %tid.x;
-                    setp.eq.u32 first, thread, 0;
-                    @first cp.async.bulk.prefetch.L2.global [$1], $2;
-                    mov.u32 $0, 0;
-                    }""",
-                    "=r,l,r",
-                    [memory[i].to(tl.int64) + place.to(tl.int64) * share[i], share[i]],
-                    dtype=tl.int32,
-                    is_pure=False,
-                    pack=1,
-                )

@@ -25,9 +25,6 @@ from graphex.ops.definition import Arguments, Declined
 MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
 ROWS_ADDED = 8  # by one program, where partial sums are added
-ASKING = 264  # programs that ask for weights ahead: two for each multiprocessor, the last that run
-MOST_AHEAD = 2**23  # bytes: what is asked for while others still read must not take their bandwidth (NOTES.md)
-SHARE = 128  # bytes, a line of the cache: each program asks for a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class Job:
     residual: Tensor | None
     gated: str = ""
     kept: bool = False  # the norm is a result, too, the last
-    ahead: Sequence[Tensor] = ()  # weights that the next product reads; no value of them is used
 
     @property
     def rows(self) -> int:
@@ -56,10 +52,6 @@ class Job:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.x, self.up, self.gain, self.residual, *self.weights, *self.biases
-
-    def askable(self) -> tuple[Tensor, ...]:
-        """The weights ahead whose first bytes can be asked for: dense, and where 16 bytes can be read at once."""
-        return tuple(w for w in self.ahead if w.device == self.x.device and w.is_contiguous() and is_aligned(w))
 
     def results(self) -> list[Tensor]:
         made = self.weights[:1] if self.gated else self.weights
@@ -136,20 +128,6 @@ def _parts(job: Job, bn: int) -> list[Part]:
     return found
 
 
-Asked = tuple[tuple[Tensor, ...] | None, tuple[int, ...] | None, int]
-
-
-def _asked(job: Job, programs: int) -> Asked:
-    """Weights to ask for ahead, the bytes of each that a program asks for, and how many programs do."""
-    found, asking = job.askable(), min(programs, ASKING)
-    sizes = (min(w.numel() * w.element_size(), MOST_AHEAD // len(found)) for w in found)
-    shares = [(w, size // asking // SHARE * SHARE) for w, size in zip(found, sizes, strict=True)]
-    worth = [(w, share) for w, share in shares if share]
-    if not worth:
-        return None, None, 0
-    return tuple(w for w, _ in worth), tuple(share for _, share in worth), asking
-
-
 @dataclass(frozen=True, slots=True)
 class Gemv:
     """One row: tiles of `bn` rows of a weight and `bk` columns."""
@@ -185,8 +163,7 @@ class Gemv:
             for part in parts:
                 tensors = job.x, job.up, job.gain, job.residual, normed
                 lists = tuple(job.weights[part.chunk]), tuple(job.biases[part.chunk]), tuple(outs[part.results])
-                asked = _asked(job, part.blocks) if part is parts[-1] else (None, None, 0)
-                arguments = (*tensors, *lists, part.sizes, part.strides, *asked, columns, job.eps, job.offset)
+                arguments = (*tensors, *lists, part.sizes, part.strides, columns, job.eps, job.offset)
                 start(gemv_kernel, (part.blocks,), arguments, constants)
             return outs if normed is None else [*outs, normed]
 
@@ -436,7 +413,7 @@ def _run(call: Arguments, prologue: str = "none") -> Any:
     norm = given("eps", 0.0), given("weight_offset", 0.0), given("cast_before_weight", False)
     up, gain, residual = given("up", None), given("gain", None), given("residual", None)
     gated, kept = given("activation", ""), given("keeps_norm", False)
-    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated, kept, call.ahead or ())
+    job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated, kept)
     key = prologue, gated, kept and job.cast_first, kept, len(job.weights), signature(*job.tensors())
     result = run_job(job, x, key, _PREPARED, _prepare)
     return result[0] if gated and not isinstance(result, Declined) else result

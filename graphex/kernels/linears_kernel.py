@@ -10,8 +10,6 @@ the activation of the gate, or empty.
 
 `gemv_kernel` reads the weights once and keeps them nowhere. It makes the norm or activation before the layer from x
 while it reads, and never rounds it: an RMSNorm scales the sums at the end, by the squares that were summed beside them.
-Its last programs ask for the weights `ahead`, which the next product reads, when they have read their own: memory is
-busy then while results are summed and stored and the next kernel starts, or while attention runs in between.
 
 `skinny_kernel` has all rows as one tile, padded to BM, and each program multiplies them with BN rows of a weight. Where
 that would not fill the device, K is split: the partial sums of each part go to memory and are added in order. A norm or
@@ -23,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphex.kernels.arithmetic import ask_ahead, pdl_launch, pdl_wait, row_start, silu, weighted
+from graphex.kernels.arithmetic import pdl_launch, pdl_wait, row_start, silu, weighted
 
 
 @triton.jit
@@ -132,9 +130,6 @@ def gemv_kernel(
     outs,
     sizes,
     strides,
-    ahead,  # a tuple, or None
-    share,  # bytes of each of them that a program asks for
-    asking,  # programs
     K,
     eps,
     offset,
@@ -174,8 +169,6 @@ def gemv_kernel(
         if GATED != "":
             w = read_weight(let_through + k[None, :], (k < K)[None, :], EVEN_K)
             more_products += by_thread(w.to(tl.float32) * value[None, :], SUMMED)
-    if ahead is not None:
-        ask_ahead(ahead, share, asking, PDL)
     pdl_launch(PDL)
     total = tl.sum(products, 1)
     up_total = tl.sum(more_products, 1)

@@ -7,8 +7,7 @@
     gated_linears, rms_norm_gated_linears      the two before it: the activation of the first, times the second
 
 The weights stay where they are: nothing is joined, copied or assumed constant. The linear layers
-are for inference: they have no derivative. `ahead` is the same for all of them: weights that the next product reads. No
-result depends on these; a kernel may ask for them, so that they are on their way while it ends.
+are for inference: they have no derivative.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def gate_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 _rms_norm, _silu_mul = with_kernel("graphex::rms_norm"), with_kernel("graphex::silu_mul")
 
 Biases = Sequence[Tensor | None]
-Ahead = Sequence[Tensor] | None
 
 
 def _check_linear(columns: int | torch.SymInt, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
@@ -121,9 +119,7 @@ def check_linears(
         _check_residual(x, weights, residual)
 
 
-def _fake_linears(
-    x: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None, ahead: Ahead = None
-) -> list[Tensor]:
+def _fake_linears(x: Tensor, weights: list[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
     check_linears(x, weights, biases, residual)
     return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
@@ -139,23 +135,19 @@ def _check_gated(weights: Sequence[Tensor], activation: str) -> None:
 
 
 @op(
-    "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None, "
-    "Tensor[]? ahead=None) -> Tensor[]",
+    "graphex::linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? residual=None) -> Tensor[]",
     fake=_fake_linears,
     kernel="linears.linears",
     rows=RowRule("last_dim", ("x", "residual")),
 )
-def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None, ahead: Ahead = None
-) -> list[Tensor]:
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None) -> list[Tensor]:
     """One linear layer for each weight, all of the same x.
 
         y[i] = linear(x, weights[i], biases[i])
         y[0] = residual + linear(x, weights[0], biases[0])                   one weight and a residual
 
     x is [..., K], a weight [N, K], its bias [N] or None, its result [..., N] and contiguous; a residual has the shape
-    of the result. All have one type. A kernel may round the sum with the residual once instead of twice. The weights
-    `ahead` are those of the product after this one: a kernel may have them read into the device's cache.
+    of the result. All have one type. A kernel may round the sum with the residual once instead of twice.
     """
     check_linears(x, weights, biases, residual)
     results = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -166,7 +158,7 @@ def linears(
 
 @op(
     "graphex::rms_norm_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
-    "Tensor[] weights, Tensor?[] biases, bool keeps_norm=False, Tensor[]? ahead=None) -> Tensor[]",
+    "Tensor[] weights, Tensor?[] biases, bool keeps_norm=False) -> Tensor[]",
     kernel="linears.rms_norm_linears",
     rows=RowRule("last_dim", ("x",)),
 )
@@ -179,7 +171,6 @@ def rms_norm_linears(
     weights: Sequence[Tensor],
     biases: Biases,
     keeps_norm: bool = False,
-    ahead: Ahead = None,
 ) -> list[Tensor]:
     """Linear layers of an RMSNorm.
 
@@ -196,17 +187,12 @@ def rms_norm_linears(
 
 @op(
     "graphex::silu_mul_linears(Tensor gate, Tensor up, Tensor[] weights, Tensor?[] biases, "
-    "Tensor? residual=None, Tensor[]? ahead=None) -> Tensor[]",
+    "Tensor? residual=None) -> Tensor[]",
     kernel="linears.silu_mul_linears",
     rows=RowRule("last_dim", ("gate", "up", "residual")),
 )
 def silu_mul_linears(
-    gate: Tensor,
-    up: Tensor,
-    weights: Sequence[Tensor],
-    biases: Biases,
-    residual: Tensor | None = None,
-    ahead: Ahead = None,
+    gate: Tensor, up: Tensor, weights: Sequence[Tensor], biases: Biases, residual: Tensor | None = None
 ) -> list[Tensor]:
     """Linear layers of a gated activation.
 
@@ -218,14 +204,11 @@ def silu_mul_linears(
 
 
 @op(
-    "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases, str activation='silu', "
-    "Tensor[]? ahead=None) -> Tensor",
+    "graphex::gated_linears(Tensor x, Tensor[] weights, Tensor?[] biases, str activation='silu') -> Tensor",
     kernel="linears.linears",
     rows=RowRule("last_dim", ("x",)),
 )
-def gated_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: str = "silu", ahead: Ahead = None
-) -> Tensor:
+def gated_linears(x: Tensor, weights: Sequence[Tensor], biases: Biases, activation: str = "silu") -> Tensor:
     """Two linear layers of the same x, a gate and what it lets through.
 
         gate, up = linears(x, weights, biases)
@@ -240,7 +223,7 @@ def gated_linears(
 
 @op(
     "graphex::rms_norm_gated_linears(Tensor x, Tensor? gain, float eps, float weight_offset, bool cast_before_weight, "
-    "Tensor[] weights, Tensor?[] biases, str activation='silu', Tensor[]? ahead=None) -> Tensor",
+    "Tensor[] weights, Tensor?[] biases, str activation='silu') -> Tensor",
     kernel="linears.rms_norm_linears",
     rows=RowRule("last_dim", ("x",)),
 )
@@ -253,7 +236,6 @@ def rms_norm_gated_linears(
     weights: Sequence[Tensor],
     biases: Biases,
     activation: str = "silu",
-    ahead: Ahead = None,
 ) -> Tensor:
     """`gated_linears` of an RMSNorm.
 

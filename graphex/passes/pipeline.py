@@ -8,8 +8,7 @@
     fuse   named ops become fused ops, a user's rules first
     post   the user's passes, after ours
     memory inputs are written in place again; the graph is not functional from here on. Rules that need a write in place
-           run next, then products are told the weights that are read after theirs. After `region`, parts of a cat are
-           computed in place, and dead intermediates are written over
+           run next. After `region`, parts of a cat are computed in place, and dead intermediates are written over
     region what is left is compiled by Inductor: after the writes, which stay outside, are known
     tidy   dead code that the stages before have left
     streams
@@ -36,7 +35,7 @@ from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.place import PlaceNodes
-from graphex.passes.projections import FoldGates, FoldProjections, ReadAhead
+from graphex.passes.projections import FoldGates, FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory, WritePartsOfCat
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
@@ -68,8 +67,7 @@ OURS: Stages = (
 )
 LAST: Stages = (
     *_stage("place", PlaceNodes()),
-    # What stands between two products is known when attention has been joined; regions may hold either of them.
-    *_stage("memory", RestoreInputWrites(), WriteRotaryToCache(), JoinRotaryAndAttention(), ReadAhead()),
+    *_stage("memory", RestoreInputWrites(), WriteRotaryToCache(), JoinRotaryAndAttention()),
     *_stage("region", CompileRegions()),
     *_stage("memory", WritePartsOfCat(), ReuseDeadMemory()),
     *_stage("tidy", RemoveDeadCode()),

@@ -20,19 +20,12 @@ known the op decides when it runs. What a rule of the user's is going to take is
 through, and neither is written to memory. The new op stands where the two layers stood: it reads what they read. Gates
 are `silu` and `gelu`; both layers may be the halves of one weight, of which the op reads two views.
 `projection_plans` decides which layers join.
-
-    before:  q, k, v = rms_norm_linears(..., [wq, wk, wv], ...); a = attention(q, k, v); y, = linears(a, [wo], ...)
-    after:   q, k, v = rms_norm_linears(..., ahead=[wo]);        a = attention(q, k, v); y, = linears(a, [wo], ...)
-
-`ReadAhead` runs last, on products of one row: each is told the weights of the product after it, in the order of the
-graph, and asks the device for their first bytes when it has read its own. A result never depends on that.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +35,7 @@ from torch.fx import Graph, Node, map_arg
 
 from graphex.analysis import is_effectful, known_equal, node_line
 from graphex.analysis.effects import is_kernel, node_leaves
-from graphex.analysis.graphs import argument, arguments
+from graphex.analysis.graphs import arguments
 from graphex.analysis.memory import bytes_of
 from graphex.fusion.rule import fresh, key_of
 from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
@@ -59,7 +52,7 @@ from graphex.passes.projection_plans import (
     unfit_input,
 )
 from graphex.records import NO_KERNELS, RuleTried
-from graphex.rewrite.base import Refusal, Work, bring_before, can_stand_before, elsewhere, used_by
+from graphex.rewrite.base import Refusal, Work, bring_before, elsewhere, used_by
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
 
@@ -416,13 +409,12 @@ def _fold_gate(work: Work, mode: FakeTensorMode, gate: _Gate) -> None:
     node, layers = gate.product, gate.layers
     given, call = arguments(layers), arguments(node)
     weights, biases = (_of_both_layers(work, mode, gate, given[name]) for name in ("weights", "biases"))
-    rest = ("weights", "biases", "residual", "keeps_norm", "ahead")
-    first = [value for name, value in given.items() if name not in rest]
+    first = [value for name, value in given.items() if name not in ("weights", "biases", "residual", "keeps_norm")]
     args = (*first, weights, biases, gate.activation)
     made = result = _inserted(work, mode, _WITH_GATE[layers.target], args, [layers, *gate.inner, node], layers)
     if node.target is ops.silu_mul_linears.default:
-        last = (made, call["weights"], call["biases"], call["residual"])
-        result = _inserted(work, mode, ops.linears.default, last, [node], node)
+        rest = (made, call["weights"], call["biases"], call["residual"])
+        result = _inserted(work, mode, ops.linears.default, rest, [node], node)
     because = f"'{gate.gate.name}' and '{gate.up.name}' are read by '{node.name}' alone"
     made_here = list(dict.fromkeys([made, result]))
     work.fused([layers.name, node.name], made_here, rule=GATE, because=because, line=node_line(node))
@@ -451,95 +443,3 @@ def _inserted(
     with no_new_guards(mode.shape_env):
         made.meta["val"] = evaluate(work.gm, made, mode)
     return made
-
-
-# -- weights ahead -----------------------------------------------------------------------------------------------------
-
-
-_PRODUCTS = frozenset(
-    {
-        *(ops.linears.default, ops.rms_norm_linears.default, ops.silu_mul_linears.default),
-        *_WITH_GATE.values(),
-    }
-)
-LEAST_AHEAD = 2**16  # bytes of weights, of which each program that asks has something to ask for
-MOST_BETWEEN = 2**25  # bytes that others read meanwhile: the caches of the GPUs that can be asked hold 50 MB
-OLDEST_ASKED = (9, 0)  # the first NVIDIA GPUs that can be asked
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """A product, and the one after it."""
-
-    product: Node
-    following: Node
-
-
-class ReadAhead(IdiomPass):
-    """Each product of one row asks the device for the weights of the next one."""
-
-    name = "read_ahead"
-    rule = "read_ahead"
-
-    def concerns(self, graph: Graph) -> bool:
-        return sum(map(_has_one_row, graph.nodes)) > 1
-
-    def apply(self, work: Work) -> None:
-        products = [node for node in work.graph.nodes if _has_one_row(node)]
-        work.remark = _why_not_asked(work, products[0])
-        if not work.remark:
-            self.lift(work, list(_in_a_row(work.graph)))
-
-    def replace(self, work: Work, site: _Ahead) -> None:
-        weights = argument(site.following, "weights")
-        for weight in weights:
-            bring_before(weight, site.product)
-        site.product.update_kwarg("ahead", list(weights))
-        named = ", ".join(f"'{weight.name}'" for weight in weights)
-        work.rewired(site.product, rule=self.rule, because=f"'{site.following.name}' reads {named} next")
-
-
-def _has_one_row(node: Node) -> bool:
-    if node.target not in _PRODUCTS:
-        return False
-    x: Any = node.args[0]
-    return all(isinstance(size, int) and size == 1 for size in x.meta["val"].shape[:-1])
-
-
-def _why_not_asked(work: Work, product: Node) -> str:
-    """Why no product of the graph asks for anything; empty if there is no such reason."""
-    if not pays(work, LINEARS, product):
-        return NO_KERNELS
-    device = device_of(product)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return ""
-    can_ask = torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST_ASKED
-    return "" if can_ask else "the device cannot be asked for memory ahead"
-
-
-def _in_a_row(graph: Graph) -> Iterator[tuple[Node, _Ahead | Refusal]]:
-    """Each product that has another one after it, and why it does not ask for that one's weights, if so."""
-    last: Node | None = None
-    between = 0  # bytes that are read there
-    for node in graph.nodes:
-        if not _has_one_row(node):
-            between += sum(map(bytes_of, node.all_input_nodes)) if is_kernel(node) else 0
-            continue
-        if last is not None and sum(map(bytes_of, argument(node, "weights"))) >= LEAST_AHEAD:
-            refusal = _why_not_ahead(last, node, between)
-            yield last, _Ahead(last, node) if refusal is None else refusal
-        last, between = node, 0
-
-
-def _why_not_ahead(product: Node, following: Node, between: int) -> Refusal | None:
-    if (apart := elsewhere(product, following)) is not None:
-        return apart
-    if argument(product, "ahead") is not None:
-        return Refusal("it has weights to ask for", product, nothing_lost=True)
-    if between > MOST_BETWEEN:
-        reason = f"{between >> 20} MiB are read before '{following.name}': the cache would not keep its weights"
-        return Refusal(reason, following, nothing_lost=True)
-    for weight in argument(following, "weights"):
-        if not can_stand_before(weight, product):
-            return Refusal(f"'{weight.name}' is made behind it", following)
-    return None

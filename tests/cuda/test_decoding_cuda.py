@@ -66,26 +66,6 @@ def test_a_decode_step_is_folded_and_as_near_to_float64_as_eager(dtype: torch.dt
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_asked_for_ahead_change_no_bit_of_a_decode_step(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = TinyLlama(SHAPE).to("cuda", dtype).eval()
-    ways = [compile_it(model), compile_it(model, disable_passes=["read_ahead"])]
-    caches = [model.new_caches(1) for _ in ways]
-    token = torch.tensor([[7]], device="cuda")
-    for step in range(8):
-        position = torch.tensor([step], device="cuda")
-        asking, plain = (way(token, position, cache) for way, cache in zip(ways, caches, strict=True))
-        torch.testing.assert_close(asking, plain, rtol=0, atol=0)
-        token = plain[:, -1].argmax(-1, keepdim=True)
-    torch.testing.assert_close(*caches, rtol=0, atol=0)
-    asked = [[tried.matches for tried in graphex.journal(way).rules if tried.rule == "read_ahead"] for way in ways]
-    hopper = torch.cuda.get_device_capability() >= (9, 0)
-    assert asked == [[4 * SHAPE.layers] if hopper else [], []]
-    assert all(replays(way) for way in ways)
-
-
-@torch.no_grad()
 def test_one_graph_serves_few_rows_and_many() -> None:
     """Where the number of rows is not known, the op takes its kernel for few and the library for many."""
     layers = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.SiLU(), torch.nn.Linear(1024, 512))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -129,32 +128,6 @@ def test_random_shapes_and_strides():
 
 def check_free(each: Job) -> list[Tensor]:
     return likely(each).prepare(each)(each)
-
-
-@pytest.mark.parametrize("gated", ["", "silu"])
-@torch.no_grad()
-def test_weights_ahead_change_no_bit(gated):
-    """Also a view, and weights of which no program has a line of the cache to ask for."""
-    each = job("rms_norm", (1,), 4096, (1000, 1000), gated=gated)
-    views = [make(3, 1000, dtype=torch.bfloat16), make(70_000, 64, dtype=torch.bfloat16)[8:, :]]
-    for ahead in ([make(1000, 4096, dtype=torch.bfloat16)], views, [make(64, 65, dtype=torch.bfloat16)[1:]]):
-        asking = replace(each, ahead=ahead)
-        for way in configs(each)[::4]:
-            for mine, without in zip(way.prepare(asking)(asking), way.prepare(each)(each), strict=True):
-                assert torch.equal(mine, without)
-    torch.cuda.synchronize()
-
-
-@torch.no_grad()
-def test_a_weight_asked_for_ahead_may_be_written_before_it_is_read():
-    x, first, second = (make(*shape, dtype=torch.bfloat16) for shape in ((1, 2048), (2048, 2048), (2048, 2048)))
-    news = [make(2048, 2048, dtype=torch.bfloat16) for _ in range(8)]
-    for new in news:
-        (y,) = GX.linears(x, [first], [None], ahead=[second])
-        second.copy_(new)
-        (found,) = GX.linears(y, [second], [None])
-        (wanted,) = GX.linears(y, [new], [None])
-        assert torch.equal(found, wanted)
 
 
 @torch.no_grad()

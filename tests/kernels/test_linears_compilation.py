@@ -69,15 +69,3 @@ def test_several_rows(rows, config, monkeypatch):
 def test_a_gate_and_what_it_lets_through(rows, config, monkeypatch):
     _, shared = compiled(config, replace(zeros_job(rows, "none", (256, 256)), gated="silu"), monkeypatch)
     assert shared <= MOST_SHARED
-
-
-@pytest.mark.parametrize("gated", ["", "silu"])
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_weights_ahead_are_asked_for_by_one_instruction_each(gated, count, monkeypatch):
-    job = replace(zeros_job(1, "rms_norm", (256, 256)), gated=gated)
-    job = replace(job, ahead=[job.weights[0].clone() for _ in range(count)])
-    code, _ = compiled(GATED_GEMVS[0] if gated else GEMVS[0], job, monkeypatch)
-    assert code.count("cp.async.bulk.prefetch.L2.global") == count
-    assert code.find("cp.async.bulk.prefetch") <= code.find(
-        "griddepcontrol.launch_dependents"
-    )  # before the next starts
