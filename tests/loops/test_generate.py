@@ -44,7 +44,7 @@ def assert_same(model: Any, given: torch.Tensor, **wanted: Any) -> None:
 
 
 def test_a_call_without_transformers_says_how_to_write_it(model):
-    with pytest.raises(graphex.InputError, match="custom_generate=graphex.generate"):
+    with pytest.raises(graphex.InputError, match=r"custom_generate=graphex\.generate"):
         graphex.generate(model, prompt())
 
 
