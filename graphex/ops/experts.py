@@ -15,6 +15,7 @@ No op here asks the device for a number, so all of them can be captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -106,23 +107,13 @@ def grouped(
     return linear(inner, down, down_bias)[back]
 
 
-def _of_many(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    transposed: bool = False,
-    activation: str = SILU,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    residual: Tensor | None = None,
-) -> Tensor:
+def _of_many(*args: Any, **named: Any) -> Tensor:
     """The reference as Inductor is given it for many tokens: it joins what is around the products with them."""
-    rows = grouped(x, experts, gate_up, gate_up_bias, down, down_bias, transposed, activation, alpha, limit)
-    return _added_up(rows * weights.unsqueeze(-1), x, residual)
+    call = signature(experts).bind(*args, **named)
+    call.apply_defaults()
+    given = dict(call.arguments)
+    weights, residual = given.pop("weights"), given.pop("residual")
+    return _added_up(grouped(**given) * weights.unsqueeze(-1), given["x"], residual)
 
 
 def _added_up(rows: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
