@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -52,8 +52,8 @@ _LEFT = "generation is left to transformers"
 def generate(
     model: Any,
     input_ids: Tensor,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
+    logits_processor: Sequence[Any] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
     generation_config: Any = None,
     synced_gpus: bool = False,
     streamer: Any = None,
