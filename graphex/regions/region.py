@@ -200,13 +200,13 @@ def _why_not_as_promised(promised: Sequence[Tensor], symbols: Symbols, results: 
 
 def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
     """The places of results that share memory with an input or an earlier result: later passes rely on it that none
-    does.
+    does. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
     """
-    seen = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor) and value.numel()}
+    seen = {value.untyped_storage()._cdata for value in given if isinstance(value, Tensor)}
     places = set()
     for place, result in enumerate(results):
-        memory = result.untyped_storage().data_ptr()
-        if result.numel() and memory in seen:
+        memory = result.untyped_storage()._cdata
+        if memory in seen:
             places.add(place)
         seen.add(memory)
     return frozenset(places)
