@@ -85,6 +85,7 @@ def partition(
     """
     note_program_writes(joint.graph, has_out=has_out)
     joint = compile_joint(joint, inputs, compilation)
+    leave_out_unread(joint)
     again: set[str] = set()
     rewrites: tuple[Rewrote, ...] = ()
     if compilation.config.regions and regions_enabled() and not any(_MARK in node.meta for node in joint.graph.nodes):
@@ -121,6 +122,13 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
     written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
     read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
     return next((name for name in read if name in written), "")
+
+
+def leave_out_unread(joint: GraphModule) -> None:
+    """Do not hand running statistics to the derivative of a batch norm that trains: it reads those of the batch."""
+    for node in joint.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if len(node.args) == 10 and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def prefer_computing_again(joint: GraphModule) -> set[str]:

@@ -358,3 +358,19 @@ def test_a_layout_that_cannot_be_followed_leaves_the_graph_as_it_was(channels_la
         found, _ = trained(model, compiled, x)
     torch.testing.assert_close(found, trained(reference, reference, x)[0])
     assert laid_out(compiled) == 0
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_running_statistics_are_saved_for_a_batch_norm_that_reads_them(trains):
+    given = []
+
+    def look(gm, example_inputs, config):
+        target = torch.ops.aten.native_batch_norm_backward.default
+        given.extend(node.args[3:5] for node in gm.graph.find_nodes(op="call_function", target=target))
+
+    norm = nn.BatchNorm1d(6).train(trains)
+    norm.running_mean.normal_()
+    reference, x = deepcopy(norm), torch.randn(8, 6)
+    compiled = compile_it(norm, post_grad_custom_post_pass=look)
+    torch.testing.assert_close(trained(norm, compiled, x), trained(reference, reference, x))
+    assert [all(each is None for each in statistics) for statistics in given] == [trains]
