@@ -83,9 +83,10 @@ class CompileRegions(GraphPass):
     name = "compile_regions"
     option = "regions"
     rule = "region"
+    channels_last = "channels_last"  # made on the joint graph of a training step, before it is cut
 
     def rules(self) -> tuple[str, ...]:
-        return self.rule, SEEDED
+        return self.rule, SEEDED, self.channels_last
 
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
