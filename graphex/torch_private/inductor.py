@@ -301,7 +301,23 @@ def known_instruction_set() -> dict[str, Any]:
         return {}
     with config.patch(_ISA_OK):
         named = tried.__wrapped__()
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    if any(getattr(each, "_is_avx512_bf16_supported", has_bf16) != has_bf16 for each in tried()):
+        return {}
     return _ISA_OK if list(map(str, named)) == list(map(str, tried())) else {}
+
+
+@contextmanager
+def _without_trials(is_known: bool) -> Iterator[None]:
+    """Instruction sets are not tried if trials are known to succeed. The setting alone spares one of three."""
+    sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ()) if is_known else ()
+    for each in sets:
+        each.check_build = lambda code: True
+    try:
+        yield
+    finally:
+        for each in sets:
+            vars(each).pop("check_build", None)
 
 
 def packed_code(code: OutputCode) -> bytes:
@@ -377,7 +393,8 @@ def unpacked_code(
     """
     boxed = find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
-    with _tracing(fake_mode), find("torch._inductor.config").patch({**patches, "compile_threads": 1}):
+    settings = find("torch._inductor.config").patch({**patches, "compile_threads": 1})
+    with _tracing(fake_mode), settings, _without_trials(is_known=bool(patches.keys() & _ISA_OK.keys())):
         code = import_code(lambda: _imported(*pickle.loads(data), constants))
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
