@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import graphex
+from graphex.loops import decode_loop
 from tests.harness.generating import GREEDY, built, looped, prompt, reasons
 from tests.harness.models import transformers
 
 pytestmark = pytest.mark.usefixtures("captures", "uncompiled")
+copied = decode_loop.Reading.send
 SAMPLED = GREEDY | {"do_sample": True, "temperature": 1.5}
 
 
@@ -192,6 +194,30 @@ def test_a_streamer_gets_every_token_of_each_step(model):
     looped(model, prompt(1), streamer=mine, **GREEDY)
     assert mine.given == theirs.given
     assert mine.ended
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_steps_write_their_tokens_on_the_host_and_nothing_is_copied_unless_something_follows(model, monkeypatch):
+    sent = []
+    monkeypatch.setattr(decode_loop.Reading, "send", lambda *given: sent.append(given) or copied(*given))
+    ends = model.generate(prompt(), **GREEDY)[:, 11].tolist()
+    for wanted in (GREEDY, GREEDY | {"eos_token_id": ends}, GREEDY | {"max_new_tokens": 40}, SAMPLED):
+        torch.manual_seed(1)
+        theirs = model.generate(prompt(), **wanted)
+        torch.manual_seed(1)
+        assert torch.equal(looped(model, prompt(), **wanted), theirs)
+    assert not sent
+    assert_same(model, prompt(), **GREEDY | {"stopping_criteria": [AfterFive()]})
+    assert len(sent) == 5
+
+
+def test_a_device_that_does_not_write_on_the_host_copies(model, captures, monkeypatch):
+    def buffer(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, dtype=torch.int32 if like.dim() == 2 else like.dtype)  # the first is refused
+
+    monkeypatch.setattr(captures, "host_buffer", buffer)
+    assert_same(model, prompt(), **GREEDY)
+    assert_same(model, prompt(3), **GREEDY)
 
 
 def test_time_that_is_up_ends_a_generation(model):
