@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
 from graphex.cache.warm import CallSearch, HandedOver, StoredStep
-from graphex.env import regions_enabled
+from graphex.env import collector_paused, regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.compiler import (
     ACTIVATIONS,
@@ -108,7 +108,7 @@ def _compile_flat(
         if programs:
             with counted():
                 return _called(programs, call, gm, compilation)
-        with context:
+        with context, collector_paused():
             return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise

@@ -697,6 +697,28 @@ def test_a_result_that_inductor_takes_for_an_input_is_a_copy():
     assert not graphex.journal(run).fallbacks
 
 
+@torch.no_grad()
+def test_results_that_share_memory_are_told_from_others_where_the_first_call_has_no_elements():
+    class Unchanged(nn.Module):
+        def forward(self, x):
+            return torch.zeros(x.shape[0], 8) + x, torch.sin(x) + 1, torch.cos(x) - 1
+
+    model, rows = Unchanged(), torch.export.Dim("rows", min=0)
+    exported = torch.export.export(model, (torch.randn(5, 8),), dynamic_shapes=({0: rows},))
+    run = graphex.compile_fx(exported.module(), (torch.randn(5, 8),))
+    for count in (0, 4, 6):
+        x = torch.randn(count, 8)
+        with torch.profiler.profile() as profile:
+            found = run(x)
+        expected = model(x)
+        close(found, expected)
+        copies = sum(event.name == "aten::copy_" for event in profile.events())
+        assert copies == 1  # of the result that Inductor takes for x; the others are nobody else's
+        found[0].add_(1)
+        close((x, *found[1:]), (expected[0], *expected[1:]))
+    assert [region.status for region in graphex.journal(run).regions] == ["compiled"]
+
+
 def test_several_threads():
     def fn(x):
         return chain(x) * 3
