@@ -244,8 +244,9 @@ class Observation(TorchDispatchMode):
         return tensor.device.type != self._kind
 
     def refuse(self, reason: str) -> None:
-        """Say why the step cannot be captured."""
-        self.reason, self.line = f"the step {reason}", _text(_place())
+        """Say why the step cannot be captured. The first reason stays."""
+        if not self.reason:
+            self.reason, self.line = f"the step {reason}", _text(_place())
 
 
 def _drawn() -> tuple[object, ...]:

@@ -547,6 +547,25 @@ def test_custom_ops_stay_visible():
     assert any("namespace of custom ops" in reason for reason in borders(run))
 
 
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "tensor"])
+def test_what_a_pass_of_the_users_calls_region_0_is_left_alone(uncompiled, is_module):
+    def after_first(gm: torch.fx.GraphModule, example_inputs: object, config: object) -> None:
+        first = next(node for node in gm.graph.nodes if node.op == "call_function")
+        gm.region_0 = torch.nn.Tanh() if is_module else torch.nn.Parameter(torch.full((4,), 3.0))
+        with gm.graph.inserting_after(first):
+            other = gm.graph.call_module("region_0", (first,)) if is_module else gm.graph.get_attr("region_0")
+        with gm.graph.inserting_after(other):
+            product = gm.graph.call_function(torch.ops.aten.mul.Tensor, (first, other))
+        first.replace_all_uses_with(product, delete_user_cb=lambda user: user not in (other, product))
+
+    run = compiled(chain, post_grad_custom_post_pass=after_first)
+    x = torch.randn(4, 4)
+    without = compiled(chain, post_grad_custom_post_pass=after_first, regions=False)
+    assert torch.equal(run(x), without(x))
+    assert [region.region for region in regions(run)] == ["region_1"]
+    assert not graphex.journal(run).fallbacks
+
+
 def test_an_op_that_is_named_stays_outside():
     def fn(x):
         return torch.softmax(torch.sin(x) * 2, -1).cos() + 1
