@@ -3,22 +3,23 @@
 Weights are random and the same in every process; nothing is downloaded. A geometry is the published one, with fewer
 layers where that is said.
 
-    python benchmarks/generation.py '{"setting": ...}'          a worker, in the stages of `decode_worker.py`
+    python benchmarks/generation.py '{"settings": [...]}'       a worker, in the stages of `decode_worker.py`
 
     start     import torch and transformers; the device is untouched
     build     the model
-    compile   two generations
-    measure   generations of all tokens, and of one
+    compile   two generations                                    } for each setting: they differ in
+    measure   generations of all tokens, and of one              } who generates
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import graphex
 from benchmarks.measure import synchronize
 from benchmarks.variants import Variant
-from benchmarks.workers import VariantOf
 from graphex.kernels import tuning
 from graphex.loops.generate import floor_bytes
+from graphex.loops.session import _ATTACHED
 
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _MOE = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
@@ -105,6 +106,7 @@ VARIANTS = {  # who generates, and a generous estimate of the seconds of a row
     "prefill": Variant("prefill", "graphex", seconds=60),
 }
 LOOPS = ("loop", "prefill")  # the second compiles its prompts, too
+FEWER = {"eager": (24, 2), "stock": (64, 3), "step": (64, 3)}  # tokens and rounds of those that take longer
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Setting:
     model: str = "llama-3-8b"
     variant: str = "loop"
     batch: int = 1
-    layers: int = 0  # 0: as the table says
+    layers: int = 0  # at most; 0: as the table says
     prompt: int = 128
     tokens: int = 128
     device: str = "cuda"
@@ -125,7 +127,8 @@ class Setting:
 
     @property
     def depth(self) -> int:
-        return self.layers or MODELS[self.model][3]
+        most = MODELS[self.model][3]
+        return min(self.layers or most, most)
 
     def tiny(self) -> Setting:
         return replace(self, layers=2, prompt=8, tokens=8, device="cpu", dtype="float32")
@@ -153,11 +156,25 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Job(VariantOf[Setting]):
-    """A row to be measured: a task of `benchmarks/workers.py`."""
+class Job:
+    """The rows of one model and batch, which one process measures in turn: a task of `benchmarks/workers.py`."""
+
+    settings: tuple[Setting, ...]
 
     def __str__(self) -> str:
-        return str(self.setting)
+        return f"{self.setting.model}, batch {self.setting.batch}"
+
+    @property
+    def setting(self) -> Setting:
+        return self.settings[0]
+
+    @property
+    def variant(self) -> Variant:
+        return VARIANTS[self.setting.variant]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {"settings": [asdict(each) for each in self.settings]}
 
     @property
     def script(self) -> Path:
@@ -166,24 +183,30 @@ class Job(VariantOf[Setting]):
     @property
     def reference(self) -> str:
         """Rows compare tokens, not results: none waits for another."""
-        return str(self.setting).replace(", ", "-").replace(" ", "")
+        return str(self).replace(", ", "-").replace(" ", "")
 
     @property
     def seconds(self) -> float:
-        return self.variant.seconds * (0.5 + self.setting.depth / 32)
+        """Of one row."""
+        return max(VARIANTS[each.variant].seconds for each in self.settings) * (0.5 + self.setting.depth / 32)
 
     @property
     def bytes(self) -> int:
-        """Of weights, and of all else that a process keeps on the device."""
-        sizes = MODELS[self.setting.model][2]
+        """Of weights, of the chosen experts' weights that transformers copies, and of all else on the device."""
+        sizes, batch = MODELS[self.setting.model][2], self.setting.batch
         experts = sizes.get("num_experts", sizes.get("num_local_experts", 1))
         inner = sizes.get("moe_intermediate_size", sizes["intermediate_size"])
+        chosen = batch * sizes.get("num_experts_per_tok", 0)
         layer = sizes["hidden_size"] * (3 * inner * experts + 4 * sizes["hidden_size"])
-        return 2 * (layer * self.setting.depth + 2 * sizes["vocab_size"] * sizes["hidden_size"]) + 3 * 2**30
+        copied = sizes["hidden_size"] * 3 * inner * chosen
+        weights = layer * self.setting.depth + 2 * sizes["vocab_size"] * sizes["hidden_size"]
+        return 2 * (weights + copied) + 2 * 2**30
 
     def row(self, facts: dict[str, Any], **about: Any) -> Row:
+        """The row that a worker has just measured. The process of one that is not known has failed."""
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()}
-        return Row(self.setting, **about, **found)
+        setting = self.settings[found.pop("row", 0)]
+        return Row(setting, **{**about, **found, "failed": about.get("failed") or found.get("failed", "")})
 
 
 def build(setting: Setting) -> Any:
@@ -221,36 +244,73 @@ def arguments(setting: Setting) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def stages(setting: Setting, rounds: int = 5) -> Iterator[dict[str, Any]]:
+def stages(settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
     """Runs one stage for each value requested."""
     import transformers  # noqa: F401
 
     yield {}
-    model = build(setting)
-    vocabulary = model.config.vocab_size
-    prompt = torch.randint(3, vocabulary, (setting.batch, setting.prompt), generator=torch.Generator().manual_seed(1))
-    prompt = prompt.to(setting.device)
-    given = arguments(setting) | {"do_sample": False, "pad_token_id": 0}
-
-    def run(tokens: int) -> torch.Tensor:
-        return model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, **given)[:, setting.prompt :]
-
+    model = build(settings[0])
     yield {}
-    started = time.perf_counter()
-    tokens = run(setting.tokens)
-    compiled = time.perf_counter() - started
-    run(setting.tokens)
-    if setting.variant in ("stock", "step"):
-        run(1)
-    yield {"compile": compiled}
-    whole = min(seconds(lambda: run(setting.tokens)) for _ in range(rounds))
-    first = min(seconds(lambda: run(1)) for _ in range(rounds))
-    found: dict[str, Any] = {"token": (whole - first) / max(1, setting.tokens - 1), "first": first}
-    if setting.variant in LOOPS:
-        report = graphex.generation(model)
-        found |= {"said": [each.reason for each in report.journal.fallbacks], "device": report.device_seconds or 0.0}
-    read = floor_bytes(model, setting.batch, setting.prompt + setting.tokens // 2)
-    yield {**found, "floor_bytes": read, "tokens": tokens[0, : min(32, setting.tokens)].tolist()}
+    for number, setting in enumerate(settings):
+        facts = {**_NOTHING, "row": number}
+        generation = Generation(model, setting)
+        try:
+            facts["compile"] = generation.compile()
+        except Exception as error:  # of one row: the others are still measured
+            facts["failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        yield facts
+        yield {} if facts["failed"] else generation.measure()
+        forget(model)
+
+
+_NOTHING = {"token": 0.0, "first": 0.0, "device": 0.0, "compile": 0.0, "floor_bytes": 0, "failed": ""}
+_NOTHING |= {"tokens": (), "said": ()}
+
+
+@dataclass
+class Generation:
+    """The generations of one row."""
+
+    model: Any
+    setting: Setting
+
+    def __call__(self, tokens: int) -> torch.Tensor:
+        setting, random = self.setting, torch.Generator().manual_seed(1)
+        prompt = torch.randint(3, self.model.config.vocab_size, (setting.batch, setting.prompt), generator=random)
+        given = arguments(setting) | {"do_sample": False, "pad_token_id": 0}
+        whole = self.model.generate(prompt.to(setting.device), min_new_tokens=tokens, max_new_tokens=tokens, **given)
+        return whole[:, setting.prompt :]  # type: ignore[no-any-return]
+
+    def compile(self) -> float:
+        """Seconds of the first generation, after which a second one has captured what there is to capture."""
+        taken = seconds(lambda: self(self.setting.tokens))
+        self(self.setting.tokens)
+        if self.setting.variant in ("stock", "step"):
+            self(1)
+        return taken
+
+    def measure(self) -> dict[str, Any]:
+        setting, found = self.setting, {}
+        rounds = FEWER.get(setting.variant, (0, 5))[1]
+        whole = min(seconds(lambda: self(setting.tokens)) for _ in range(rounds))
+        first = min(seconds(lambda: self(1)) for _ in range(rounds))
+        if setting.variant in LOOPS:
+            report = graphex.generation(self.model)
+            found["said"] = [each.reason for each in report.journal.fallbacks]
+            found["device"] = report.device_seconds or 0.0
+        read = floor_bytes(self.model, setting.batch, setting.prompt + setting.tokens // 2)
+        found |= {"token": (whole - first) / max(1, setting.tokens - 1), "first": first, "floor_bytes": read}
+        return {**found, "tokens": self(setting.tokens)[0, : min(32, setting.tokens)].tolist()}
+
+
+def forget(model: Any) -> None:
+    """Give back what was compiled and captured for a model, and its caches."""
+    for name in (_ATTACHED, "_compiled_call", "_last_compile_config", "_cache"):
+        model.__dict__.pop(name, None)
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -276,9 +336,9 @@ def take_turns(lock: Path) -> None:
 def main() -> None:
     given = json.loads(sys.argv[1])
     take_turns(Path(given["reference"]).with_name("measuring"))
-    steps = stages(Setting(**given["setting"]))
+    steps = stages([Setting(**each) for each in given["settings"]])
     for _ in sys.stdin:
-        print(f"\n@{json.dumps(next(steps))}", flush=True)
+        print(f"\n@{json.dumps(next(steps, {}))}", flush=True)
 
 
 if __name__ == "__main__":

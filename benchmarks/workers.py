@@ -199,12 +199,13 @@ class Plan:
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
     records either. With `in_turn` their workers time kernels one at a time, so that they compile beside each other too,
-    though not beside other rows. With `warm`, once all rows are measured, a second process compiles each again with the
-    caches of the first, and the row gets its seconds as the fact `warm`. The rows of a group are measured in `turns`
-    rounds, so that a machine that becomes slower does so for all of them: the worker answers each with its figures so
-    far. No group is started that would not end by `end`; `timing` estimates the seconds for which a row is measured
-    alone. A row that compiles for more than `patience` seconds is ended, so that the others of its group are measured.
-    `room` is the device memory, in bytes, that a group may fill.
+    though not beside other rows, except those that compile nothing. With `warm`, once all rows are measured, a second
+    process compiles each again with the caches of the first, and the row gets its seconds as the fact `warm`. The rows
+    of a group are measured in `turns` rounds, so that a machine that becomes slower does so for all of them: the worker
+    answers each with its figures so far. With `compiles_each_turn` a turn is a row of its own: the workers compile it
+    side by side, and are timed then. No group or turn is started that would not end by `end`; `timing` estimates the
+    seconds for which a row is measured alone. A row that compiles for more than `patience` seconds is ended, so that
+    the others of its group are measured. `room` is the device memory, in bytes, that a group may fill.
     """
 
     end: float
@@ -218,6 +219,7 @@ class Plan:
     patience: float = math.inf
     room: int = ROOM
     in_turn: bool = False
+    compiles_each_turn: bool = False
 
 
 def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
@@ -240,7 +242,7 @@ def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]
             following = begin(groups[0]) if groups else []
             for index, group in enumerate(groups):
                 workers, following = following, begin(groups[index + 1]) if index + 1 < len(groups) else []
-                if time.perf_counter() + _seconds(group, plan) > plan.end:
+                if not _is_time_for(group, plan):
                     left += group
                 else:
                     left += _measure_group(workers, following, store, plan)
@@ -269,8 +271,11 @@ def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: 
     _build(workers, end)
     for worker in following:
         worker.started(end)
-    _side_by_side(workers, min(end, time.perf_counter() + plan.patience))  # compile
-    for _ in range(plan.turns):
+    for turn in range(plan.turns):
+        if turn and plan.compiles_each_turn and not _is_time_for([worker.job for worker in workers], plan):
+            break
+        if not turn or plan.compiles_each_turn:
+            _side_by_side(workers, min(end, time.perf_counter() + plan.patience))  # compile
         for worker in workers:
             worker.ask()
             worker.answer(end)  # measure
@@ -326,7 +331,8 @@ def _groups(jobs: list[Task[R]], plan: Plan) -> Iterator[list[Task[R]]]:
     """Neighbouring jobs that may compile in parallel, at most `plan.together`, if the device has room for them."""
     group: list[Task[R]] = []
     for job in jobs:
-        times_kernels = {each.variant.autotunes for each in (*group, job)}
+        compiling = [each for each in (*group, job) if each.variant.backend is not None or not plan.in_turn]
+        times_kernels = {each.variant.autotunes for each in compiling}
         alone = len(times_kernels) > 1 or (True in times_kernels and not plan.in_turn)
         if group and (alone or len(group) == plan.together or sum(each.bytes for each in (*group, job)) > plan.room):
             yield group
@@ -336,8 +342,9 @@ def _groups(jobs: list[Task[R]], plan: Plan) -> Iterator[list[Task[R]]]:
         yield group
 
 
-def _seconds(group: list[Task[R]], plan: Plan) -> float:
-    return max(job.seconds for job in group) * (1.5 if plan.warm else 1.0) + plan.timing * (len(group) - 1)
+def _is_time_for(group: list[Task[R]], plan: Plan) -> bool:
+    seconds = max(job.seconds for job in group) * (1.5 if plan.warm else 1.0) + plan.timing * (len(group) - 1)
+    return time.perf_counter() + seconds <= plan.end
 
 
 def _kernels(job: Task[R], folder: Path, plan: Plan) -> Path | None:

@@ -255,6 +255,7 @@ GEMVS = (
     Gemv(4, 2048, 8),
     Gemv(2, 2048, 4),
     Gemv(4, 1024, 8),
+    Gemv(2, 1024, 4),
     # Weights of few rows: more programs than with the last tile, so that multiprocessors have equally many.
     Gemv(4, 512, 4, 4),
     Gemv(4, 1024, 4, 3),

@@ -184,7 +184,7 @@ def best_kernel(best, out, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row, -(tl.max(keys, axis=0) & 0xFFFFFFFF) + LAST)
 
 
-@triton.jit(do_not_specialize=["sequences", "room", "positions", "ending"])
+@triton.jit(do_not_specialize=["sequences", "room", "positions", "ending", "rows"])
 def append_kernel(
     chosen,
     tokens,
@@ -196,11 +196,13 @@ def append_kernel(
     position,
     pad,
     ends,
+    report,  # of the device, or pinned memory of the host
     sequences,
     room,
     positions,
     ending,
     stride,
+    rows,
     BATCH: tl.constexpr,
     POSITIONS: tl.constexpr,
     ENDS: tl.constexpr,
@@ -214,6 +216,7 @@ def append_kernel(
     goes_on = tl.load(unfinished + each, mask=ok, other=0) != 0
     count = tl.load(length)
     live = (tl.load(done) == 0).to(tl.int64)
+    ended = each * 0
     if pad is not None:
         found = tl.where(goes_on, found, tl.load(pad))
     at = each.to(tl.int64) * stride + count
@@ -232,7 +235,14 @@ def append_kernel(
         hit = (found[:, None] == last[None, :]) & (end < ending)[None, :]
         goes_on = goes_on & (tl.max(hit.to(tl.int32), axis=1) == 0)
         tl.store(unfinished + each, goes_on, mask=ok)
-        tl.store(done, tl.max((goes_on & ok).to(tl.int32), axis=0) == 0)
+        going = tl.max((goes_on & ok).to(tl.int32), axis=0)
+        tl.store(done, going == 0)
+        ended += 1 - going
+    if report is not None:
+        row = report + (count % rows) * (sequences + 1)
+        told = each * 0 + live > 0
+        tl.store(row + each, found, mask=ok & told)
+        tl.store(row + sequences + each * 0, ended.to(tl.int64), mask=(each == 0) & told)
     pdl_launch(PDL)
 
 
@@ -254,7 +264,7 @@ def argmax(call: Arguments) -> Any:
 
 
 def append_tokens_(call: Arguments) -> Any:
-    chosen, tokens, token, length, unfinished, done, place, position, pad, ends = call
+    chosen, tokens, token, length, unfinished, done, place, position, pad, ends, report = call
     sequences = chosen.shape[0]
     numbers = [each for each in (chosen, tokens, token, length, place, position, pad, ends) if each is not None]
     if any(each.dtype != torch.int64 or each.device != chosen.device for each in numbers):
@@ -266,11 +276,21 @@ def append_tokens_(call: Arguments) -> Any:
     flat = (each for each in (chosen, token, unfinished, position, ends) if each is not None)
     if not all(each.is_contiguous() for each in flat) or tokens.stride(1) != 1 or _count(pad) > 1:
         return Declined("the tensors are not contiguous")
-    sizes = (sequences, tokens.shape[1], _count(position), _count(ends), tokens.stride(0))
+    if report is not None and not _takes(report, chosen):
+        return Declined("the report has no rows of 64-bit integers that the device can write")
+    rows = 1 if report is None else report.shape[0]
+    sizes = (sequences, tokens.shape[1], _count(position), _count(ends), tokens.stride(0), rows)
     constants = {"BATCH": block_of(sequences), "POSITIONS": block_of(_count(position)), "ENDS": block_of(_count(ends))}
-    tensors = (chosen, tokens, token, length, unfinished, done, place, position, pad, ends)
+    tensors = (chosen, tokens, token, length, unfinished, done, place, position, pad, ends, report)
     LaunchPlan((1,), sizes, constants | {"num_warps": 1}).launch(append_kernel, tensors, chosen)
     return None
+
+
+def _takes(report: Tensor, chosen: Tensor) -> bool:
+    """Whether a row for the tokens and whether they are the last can be written to memory of the device or the host."""
+    reached = report.device == chosen.device or (chosen.is_cuda and report.is_pinned())
+    fits = report.dim() == 2 and report.shape[0] > 0 and report.shape[1] == chosen.shape[0] + 1
+    return reached and fits and report.dtype == torch.int64 and report.is_contiguous()
 
 
 def _count(tensor: Tensor | None) -> int:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from graphex.device import device_of
 from graphex.errors import InputError, OptionError
-from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Reading
+from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, Report
 from graphex.loops.loop_cache import write
 from graphex.loops.processors import Process
 from graphex.loops.session import ALREADY_KNOWN, PLAIN, Session, Sessions, Wanted, has_sessions, sessions_of
@@ -274,6 +274,8 @@ class Generation:
         # What the clock ends is not known to the device, and a cache that is returned must not have more in it.
         self._ahead = 1 if wanted.host or (wanted.limits and wanted.returns_cache) else AHEAD
         self._kept = Kept(wanted, ahead=self._ahead > 1 and session.device.captures)
+        rows = session.report(wanted)
+        self._report = None if rows is None else Report(rows, wanted.input_ids.shape[1])
         if wanted.host:
             journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
 
@@ -288,7 +290,10 @@ class Generation:
             for tokens in loop:
                 steps += 1
                 self._put(tokens)
-                if loop.finished or self._time_is_up():
+                if loop.finished:
+                    break
+                if self._time_is_up():
+                    loop.settle()
                     break
         is_captured = steps > 1 and self._part.is_captured
         self._kept.cut(steps)
@@ -299,9 +304,10 @@ class Generation:
         self._journal.add(Generated("generation", *sizes, first - started, seconds, is_captured))
         return self._result(steps)
 
-    def _first(self, logits: Tensor) -> Reading:
+    def _first(self, logits: Tensor) -> Reading | Posted:
         """The tokens after the prompt, on their way to the host."""
-        reading = Reading(self._session.token[:, 0], self._session.device)
+        device = self._session.device
+        reading = Posted(self._report, device) if self._report else Reading(self._session.token[:, 0], device)
         reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
         return reading
 
@@ -326,7 +332,7 @@ class Generation:
 
         step: Callable[[], tuple[Tensor, Tensor]] = in_parts if self._wanted.host else captured
         steps = self._wanted.max_steps - 1
-        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead)
+        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead, report=self._report)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         tokens, *found = self._session.choose(self._wanted, logits, first=True)

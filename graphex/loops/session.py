@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -33,9 +34,10 @@ from torch.nn import Module, Parameter
 
 from graphex.backend import Backend
 from graphex.config import config_from
-from graphex.device import device_of
+from graphex.device import Device, device_of
 from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read, why_not
+from graphex.loops.observation import Reached
 from graphex.loops.processors import (
     Process,
     Sequence,
@@ -208,6 +210,7 @@ def bucket(length: int) -> int:
 _ATTACHED = "_graphex_generation"
 _attaching = threading.Lock()
 KEPT = 4  # sessions of a model that nobody uses, and captured steps and prompts of a session
+REPORTED = 8  # steps whose tokens are on the host, read or not
 LONGEST_CAPTURED = 1024  # positions of a prompt: the kernels of a longer one take longer than their launches
 
 
@@ -362,6 +365,24 @@ def _angles_by_length(model: Any) -> str:
     return ""
 
 
+def report_to_host(device: Device, batch: int, where: torch.device) -> Tensor | None:
+    """Memory of the host that `append_tokens_` reports to; None where it cannot, which trying it shows."""
+    zeros = partial(torch.zeros, dtype=torch.long, device=where)
+    report = device.host_buffer(zeros((REPORTED, batch + 1)))
+    chosen = torch.arange(1, batch + 1, device=where)
+    state = zeros((batch, 1)), zeros((batch, 1)), zeros(()), torch.ones(batch, dtype=torch.bool, device=where)
+    try:
+        report.fill_(-1)
+        done = torch.zeros((), dtype=torch.bool, device=where)
+        torch.ops.graphex.append_tokens_(chosen, *state, done, report=report)
+        event = device.event()
+        event.record()
+        event.synchronize()
+    except Exception:  # by a kernel, by torch, by a device that is none of these
+        return None
+    return report if report[0].tolist() == [*range(1, batch + 1), 0] else None
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -380,6 +401,7 @@ class Session:
         self.length = torch.zeros((), dtype=torch.long, device=where)
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=where)
         self.done = torch.zeros((), dtype=torch.bool, device=where)
+        self._report = report_to_host(self.device, batch, where)
         self.mask = None if wanted.mask is None else wanted.mask.new_ones((batch, wanted.room))
         self.position = None if wanted.position is None else torch.zeros_like(wanted.position[..., :1])
         self.tensors: list[Tensor] = []  # of the model, in the generation that goes on
@@ -395,6 +417,7 @@ class Session:
         self._buffers: dict[int, dict[str, Any]] = {}
         self._counts: dict[str, int] = {}
         self._settled: dict[tuple[Any, ...], Hashable] = {}
+        self._reached: Reached | None = None
 
     @property
     def _model(self) -> Any:
@@ -507,8 +530,14 @@ class Session:
             tokens = torch.ops.graphex.argmax(scores)
         counted = (None, None) if first else (self.cache.place.length, self.position)
         state = (self.tokens, self.token, self.length, self.unfinished, self.done)
-        torch.ops.graphex.append_tokens_(tokens, *state, *counted, wanted.pad, wanted.ends)
+        torch.ops.graphex.append_tokens_(tokens, *state, *counted, wanted.pad, wanted.ends, self.report(wanted))
         return self.token[:, 0]
+
+    def report(self, wanted: Wanted) -> Tensor | None:
+        """Where steps write their tokens on the host; None if these are copied: `choose` has something to add then, or
+        the device does not write there.
+        """
+        return None if wanted.host or wanted.stops else self._report
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
         """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which
@@ -540,7 +569,7 @@ class Session:
         def state() -> Hashable:
             ran = self._ran()
             self._settled[key] = self._version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
-            return ran, self._addresses()
+            return ran, self._addresses(), self._values() if self._settled[key] is None else None
 
         found = calls.get(key)
         if found is None:
@@ -564,6 +593,16 @@ class Session:
     def _addresses(self) -> tuple[int, ...]:
         """Where the weights are: a capture is right for these."""
         return tuple([each.data_ptr() for each in self.tensors])
+
+    def _values(self) -> int:
+        """A number for what the model's Python code can reach: where a part of a step runs without Dynamo's guards,
+        another number, adapter or function in the model is seen by nothing else.
+        """
+        self._reached = self._reached or Reached((self._model,), ())
+        self._reached.look()
+        version = self._reached.version
+        self._reached.let_go()
+        return version
 
     def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
         """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""

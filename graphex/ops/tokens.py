@@ -83,7 +83,7 @@ def _fake_append(*given: object) -> None:
 @op(
     "graphex::append_tokens_(Tensor chosen, Tensor(a!) tokens, Tensor(b!) token, Tensor(c!) length,"
     " Tensor(d!) unfinished, Tensor(e!) done, Tensor(f!)? place=None, Tensor(g!)? position=None, Tensor? pad=None,"
-    " Tensor? ends=None) -> ()",
+    " Tensor? ends=None, Tensor(h!)? report=None) -> ()",
     fake=_fake_append,
     title="bookkeeping of a step",
     kernel="tokens.append_tokens_",
@@ -99,6 +99,7 @@ def append_tokens_(
     position: Tensor | None = None,
     pad: Tensor | None = None,
     ends: Tensor | None = None,
+    report: Tensor | None = None,
 ) -> None:
     """Write the tokens [B] that were chosen behind those that are there, and count them.
 
@@ -106,9 +107,13 @@ def append_tokens_(
     place and position are one more then, unless all sequences were `done` before. A sequence whose token is among
     `ends` is not `unfinished` any more, and once none is, `done` is True. The kernel writes no token behind the last
     column, where the reference raises.
+
+    Row `length % R` of `report` [R, B + 1] gets the tokens and whether all are done, unless they were before. The
+    kernel writes to pinned memory of the host, too, where it can be read after an event.
     """
     require(tokens.dim() == 2 and token.shape == (chosen.shape[0], 1), lambda: "one token for each sequence")
     found = chosen if pad is None else torch.where(unfinished, chosen, pad)
+    before = length.clone()
     tokens.index_copy_(1, length.view(1), found[:, None])
     token.copy_(found[:, None])
     live = ~done
@@ -118,3 +123,9 @@ def append_tokens_(
     if ends is not None:
         unfinished.logical_and_(~torch.isin(found, ends))
         done.copy_(~unfinished.any())
+    if report is not None:
+        require(report.shape[1:] == (chosen.shape[0] + 1,), lambda: "a row of the report is the tokens and one more")
+        require(report.device == chosen.device, lambda: "only the kernel reports to another device")
+        row = torch.remainder(before, report.shape[0]).view(1)
+        found = torch.cat((found, done.view(1)))[None]
+        report.index_copy_(0, row, torch.where(live, found, report.index_select(0, row)))

@@ -147,6 +147,9 @@ class Told(Worker):
         pass
 
 
+STAGES_OF_TURNS = ("compile", "measure", "measure", "measure")
+
+
 def measured(jobs: list[Job], *, end: float = float("inf"), fails: str = "", **options: Any) -> tuple[list[str], Store]:
     store, seen = Store(), []
     start = lambda job, *others: Told(job, seen, fails if job.variant == DEFAULT else "")  # noqa: E731
@@ -170,6 +173,8 @@ def test_rows_that_time_kernels_in_turn_compile_together() -> None:
     jobs = [Job(STEP, variant) for variant in (DEFAULT, AUTOTUNE, AUTOTUNE_MARKED)]
     _, store = measured(jobs, together=3, in_turn=True)
     assert [each.compiled for each in store.rows] == ["alone", "beside 1 more", "beside 1 more"]
+    _, store = measured([Job(STEP, variant) for variant in (AUTOTUNE, EAGER, DEFAULT)], together=3, in_turn=True)
+    assert [each.compiled for each in store.rows] == ["beside 1 more", "beside 1 more", "alone"]
 
 
 def test_a_row_with_kernels_of_others_says_so() -> None:
@@ -181,6 +186,12 @@ def test_the_rows_of_a_group_take_turns_to_be_measured() -> None:
     seen, store = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], together=2, turns=3)
     assert seen[-6:] == [f"measure {variant.name}" for variant in (DEFAULT, REDUCE)] * 3
     assert len(store.rows) == 2
+
+
+def test_a_turn_may_be_a_row_of_its_own_that_is_compiled_first() -> None:
+    seen, _ = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], together=2, turns=2, compiles_each_turn=True)
+    # The stand-in has one row, so that each request after its first measurement is one more.
+    assert seen[4:] == [f"{stage} {variant.name}" for stage in STAGES_OF_TURNS for variant in (DEFAULT, REDUCE)]
 
 
 def test_second_processes_compile_again_after_all_measurements() -> None:

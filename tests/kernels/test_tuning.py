@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.ship_tiles import main as export
 from graphex.device import gpu
 from graphex.errors import GraphexWarning
-from graphex.kernels import tuning
+from graphex.kernels import attention, experts, linears, tuning
 from graphex.kernels.tuning import Candidate, Store, Tuner
 
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
@@ -247,6 +248,54 @@ def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tm
         "attention": {"2x8": {"name": "slow"}},
     }
     assert tuning.shipped("Another GPU") == {}
+
+
+def shipped_choices(kind: str) -> list[tuple[str, str]]:
+    """All that comes with graphex of one kind: signatures, and the names of the tiles."""
+    files = (tuning.parsed(path.read_text())[1] for path in tuning.SHIPPED.glob("*.json"))
+    return [(text, entry["name"]) for choices in files for text, entry in choices.get(kind, {}).items()]
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize(("text", "name"), shipped_choices("linears"))
+def test_a_shipped_tile_is_one_that_launches_of_linear_layers_ask_for(text, name):
+    form = r"(none|rms_norm)( gated by (\w+))? bfloat16 (\d+)x(\d+) -> ([\d+]+)( residual)?( and the norm)?"
+    before, _, gate, rows, columns, sizes, residual, kept = re.fullmatch(form, text).groups()
+    weights = [tensor(int(size), int(columns)) for size in sizes.split("+")]
+    gain = tensor(int(columns)) if before == "rms_norm" else None
+    added = tensor(int(rows), weights[0].shape[0]) if residual else None
+    inputs = (before, tensor(int(rows), int(columns)), None, gain, 1e-6, 0.0, True)
+    job = linears.Job(*inputs, weights, [None for _ in weights], added, gate or "", bool(kept))
+    assert linears.description(job) == text
+    assert name in [config.name for config in linears.configs(job)]
+
+
+@pytest.mark.parametrize(("text", "name"), shipped_choices("attention"))
+def test_a_shipped_tile_is_one_that_launches_of_attention_ask_for(text, name):
+    batch, heads, shared, width, length = map(
+        int, re.findall(r"\d+", text.removeprefix("bfloat16").replace("x1x", "x"))
+    )
+    caches = [tensor(batch, shared, length, width) for _ in range(2)]
+    mask = torch.empty((1, 1, 1, length), dtype=torch.bool, device="meta")
+    job = attention.Job(tensor(batch, heads, 1, width), *caches, mask, 1.0, False, 0.0)
+    assert attention.description(job) == text
+    assert name in [config.name for config in attention.configs(job, length)]
+
+
+@pytest.mark.parametrize(("text", "name"), shipped_choices("experts"))
+def test_a_shipped_tile_is_one_that_launches_of_experts_ask_for(text, name):
+    rows, times, count, columns, width = map(int, re.findall(r"\d+", text.partition("bfloat16")[2]))
+    gate = "silu" if text.startswith("up") else ""
+    weight = tensor(count, width * (2 if gate else 1), columns)
+    chosen = torch.empty((rows, times), dtype=torch.long, device="meta")
+    call = SimpleNamespace(experts=chosen, gate_up=weight, down=weight, gate_up_bias=None, down_bias=None)
+    call.x, call.transposed = tensor(rows, columns), False
+    job = experts.Projection(call, call.x, gate)
+    assert experts.description(job) == text
+    assert name in [tile.name for tile in experts.tiles(job)]
 
 
 class RecordingDevice:

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import graphex
+from graphex.loops import decode_loop
 from tests.harness.generating import GREEDY, built, looped, prompt, reasons
 from tests.harness.models import transformers
 
 pytestmark = pytest.mark.usefixtures("captures", "uncompiled")
+copied = decode_loop.Reading.send
 SAMPLED = GREEDY | {"do_sample": True, "temperature": 1.5}
 
 
@@ -192,6 +194,30 @@ def test_a_streamer_gets_every_token_of_each_step(model):
     looped(model, prompt(1), streamer=mine, **GREEDY)
     assert mine.given == theirs.given
     assert mine.ended
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_steps_write_their_tokens_on_the_host_and_nothing_is_copied_unless_something_follows(model, monkeypatch):
+    sent = []
+    monkeypatch.setattr(decode_loop.Reading, "send", lambda *given: sent.append(given) or copied(*given))
+    ends = model.generate(prompt(), **GREEDY)[:, 11].tolist()
+    for wanted in (GREEDY, GREEDY | {"eos_token_id": ends}, GREEDY | {"max_new_tokens": 40}, SAMPLED):
+        torch.manual_seed(1)
+        theirs = model.generate(prompt(), **wanted)
+        torch.manual_seed(1)
+        assert torch.equal(looped(model, prompt(), **wanted), theirs)
+    assert not sent
+    assert_same(model, prompt(), **GREEDY | {"stopping_criteria": [AfterFive()]})
+    assert len(sent) == 5
+
+
+def test_a_device_that_does_not_write_on_the_host_copies(model, captures, monkeypatch):
+    def buffer(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, dtype=torch.int32 if like.dim() == 2 else like.dtype)  # the first is refused
+
+    monkeypatch.setattr(captures, "host_buffer", buffer)
+    assert_same(model, prompt(), **GREEDY)
+    assert_same(model, prompt(3), **GREEDY)
 
 
 def test_time_that_is_up_ends_a_generation(model):
@@ -479,3 +505,33 @@ def test_the_first_tokens_time_is_on_record(model):
     last = graphex.generation(model).last
     assert 0 < last.first_token_seconds < time.perf_counter() - started
     assert (last.batch, last.prompt, last.tokens) == (2, 7, 16)
+
+
+class Steered(torch.nn.Module):
+    """A layer with a choice that Python makes, in code that Dynamo does not trace."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.active, self.scales = layer, "one", {"one": 0.5, "other": -0.5}
+        self.step = torch.sin
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.step(x) * self.scales[self.active]
+
+
+def test_what_python_chooses_in_code_that_is_not_traced_is_chosen_in_every_generation(model):
+    steered = model.model.layers[0].mlp = Steered(model.model.layers[0].mlp)
+    changes = (
+        lambda: None,
+        lambda: setattr(steered, "active", "other"),
+        lambda: steered.scales.update(other=2.0),
+        lambda: setattr(steered, "step", torch.tanh),
+        lambda: setattr(steered.layer, "act_fn", torch.nn.ReLU()),
+    )
+    for change in changes:
+        change()
+        assert_same(model, prompt(), **GREEDY)
+        assert_same(model, prompt(), **GREEDY)
+    assert len(graphex.generation(model).journal.captures) == len(changes)
+    assert reasons(model) == []

@@ -188,14 +188,16 @@ def argmax(make: Maker) -> Iterator[Sample]:
 
 
 def append_tokens_(make: Maker) -> Iterator[Sample]:
-    """With and without places to count, a padding token, and last tokens; before and after all are done."""
-    for done, extra in ((False, False), (False, True), (True, True)):
+    """With and without places to count, a padding token, last tokens and a report; before and after all are done."""
+    settings = ((False, False, 5), (False, True, 5), (True, True, 5), (False, True, 12), (True, False, 5))
+    for done, extra, last in settings:
         tokens, token = torch.zeros(3, 9, dtype=torch.long, device=make.device), make.index(0, 0, 0).view(3, 1)
         state = (tokens, token, make.index(4)[0], torch.tensor([True, False, True], device=make.device))
         ended = torch.tensor(done, device=make.device)
         counted = (make.index(6)[0], make.index(7, 7, 8).view(3, 1)) if extra else (None, None)
-        others = (make.index(1)[0], make.index(5, 12)) if extra else (None, None)
-        yield Sample((make.index(12, 11, 5), *state, ended, *counted, *others))
+        others = (make.index(1)[0], make.index(5, last)) if extra else (None, None)
+        report = torch.full((3, 4), -1, device=make.device) if last == 12 or not extra else None
+        yield Sample((make.index(12, 11, 5), *state, ended, *counted, *others, report))
 
 
 def silu_mul_dynamic_quant(make: Maker) -> Iterator[Sample]:
