@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/models.py [--models bert unet] [--seconds 480] [--warm] [--json rows.json]
     PYTHONPATH=. python benchmarks/models.py --max-autotune bert vit --no-regions --clone-output-false
+    PYTHONPATH=. python benchmarks/models.py --max-autotune bert vit mlp --warm --together 21 --turns 2  (6 minutes)
     PYTHONPATH=. python benchmarks/models.py --device cpu --threads 1 2
     PYTHONPATH=. python benchmarks/models.py --from rows.json more.json  (the table of earlier runs)
 
@@ -142,11 +143,15 @@ def variants(device: str, options: argparse.Namespace) -> list[Variant]:
 
 
 def jobs(settings: list[Setting], chosen: list[Variant], autotuned: Sequence[str] | None = None) -> list[Job]:
-    """The rows model by model, those that time kernels at the end: of some models, if these are named."""
+    """The rows model by model. Those that time kernels come first, of some models if these are named: they compile
+    longest, and rows of eager, which compile nothing, are built beside them.
+    """
     every = [Job(setting, variant) for setting in settings for variant in dict.fromkeys(chosen)]
     if autotuned:
         every = [job for job in every if not job.variant.autotunes or job.setting.model in autotuned]
-    return sorted(every, key=lambda job: job.variant.autotunes)
+    if not any(job.variant.autotunes for job in every):
+        return every
+    return sorted(every, key=lambda job: 0 if job.variant.autotunes else 1 if job.variant.backend is None else 2)
 
 
 def measured(every: list[Job], options: argparse.Namespace) -> Rows:

@@ -106,13 +106,15 @@ def transformer(name: str, kind: str, **config: Any) -> nn.Module:
     return getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**config))
 
 
-def of_torchvision(name: str, **options: Any) -> Callable[[Setting], Subject]:
+def of_torchvision(
+    name: str, sizes: tuple[int, int, int] = (224, 128, 64), **options: Any
+) -> Callable[[Setting], Subject]:
     """A model of torchvision by its name, which may begin with a folder: `segmentation.fcn_resnet50`."""
 
     def make(setting: Setting) -> Subject:
         import torchvision
 
         build = attrgetter(name)(torchvision.models)
-        return Subject(build(weights=None, **options), (setting.image(224, 128, 64),))
+        return Subject(build(weights=None, **options), (setting.image(*sizes),))
 
     return make

@@ -1,21 +1,22 @@
 """Times training steps: eager, Inductor, graphex, and graphex's `train_step`, in one run.
 
-    PYTHONPATH=. python benchmarks/training.py [--models gpt2 unet] [--variants graphex train_step] [--seconds 480]
-    PYTHONPATH=. python benchmarks/training.py --batches middle small --together 33 --turns 3 --seconds 300 \
-        --variants "inductor reduce-overhead" graphex train_step --first-batch eager "inductor default"
+    PYTHONPATH=. python benchmarks/training.py                           # the whole table: 60 rows
+    PYTHONPATH=. python benchmarks/training.py --models gpt2 unet --variants graphex train_step --together 2
+    PYTHONPATH=. python benchmarks/training.py --batches large           # and the largest batches
     PYTHONPATH=. python benchmarks/training.py --tiny                    # on the CPU: to try the command
 
 A step is forward, loss, backward, AdamW (fused on CUDA) and zeroing, in autocast bfloat16 on CUDA. Every row comes from
-a new process with empty compile caches; `--together` rows (without it those of a model and a batch) compile side by
-side, then take turns to be timed alone. Small batches are those where launches take the time. Rows for which the time
-does not suffice are left out and named.
+a new process with empty compile caches; `--together` rows (without it those of a batch, 30) compile side by side, then
+take turns to be timed alone. Small batches are those where launches take the time. Rows for which the time does not
+suffice are left out and named.
 
 `ms` is the time of a step in a row of steps: a turn is five such rows, of which the median counts, and the median of
-the turns is in the table, so that of three turns one may be disturbed. `x reduce` is that time divided by
-reduce-overhead's; `peak MiB` is the peak device memory while stepping, with weights, optimizer state and the pools of
-captured graphs; `x peak` is that divided by reduce-overhead's; `cold s` is the time of the first six steps; `loss` is
-the largest difference of the first six losses from eager's (dropout draws other numbers where Inductor generates its
-code).
+the turns is in the table, so that of three turns one may be disturbed. `fastest` is the shortest of all these rows,
+which the host disturbs least. `x reduce` and `x fastest` are these times divided by reduce-overhead's. `peak MiB` is
+the peak device memory while stepping, with weights, optimizer state and the pools of captured graphs; `x peak` is that
+divided by reduce-overhead's; `cold s` is the time of the first six steps, while the other rows of its group compile
+too; `loss` is the largest difference of the first six losses from eager's (dropout draws other numbers where Inductor
+generates its code).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = Rows(options.json)
     plan = Plan(
         time.perf_counter() + options.seconds,
-        options.together or len(options.variants),
+        options.together or len(options.models) * len(options.variants),
         say=_to_stderr,
         turns=options.turns,
         timing=0.8 * options.turns,
@@ -150,20 +151,12 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     made.add_argument("--variants", nargs="+", choices=tuple(TRAINING_VARIANTS), default=list(TRAINING_VARIANTS))
-    made.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
-    made.add_argument(
-        "--first-batch",
-        nargs="+",
-        choices=tuple(TRAINING_VARIANTS),
-        default=[],
-        metavar="VARIANT",
-        help="these are measured after all others, with the first of the batches only",
-    )
+    made.add_argument("--batches", nargs="+", choices=tuple(BATCHES), default=["middle", "small"])
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--seconds", type=float, default=900, help="no row is begun that would not end by then")
     made.add_argument("--together", type=int, default=0, metavar="ROWS", help="compile so many beside each other")
     made.add_argument("--patience", type=float, default=600, help="a row that compiles for longer is left out")
-    made.add_argument("--turns", type=int, default=2, help="times that each row of a group is measured")
+    made.add_argument("--turns", type=int, default=3, help="times that each row of a group is measured")
     made.add_argument("--json", type=Path, help="write the rows here, after each of them")
     made.add_argument("--tiny", action="store_true", help="small models on the CPU: to try the command")
     return made
@@ -180,23 +173,20 @@ def settings_of(names: Sequence[str], device: str, options: argparse.Namespace) 
 
 
 def jobs_of(settings: Sequence[Setting], options: argparse.Namespace) -> list[Job]:
-    """The rows to measure, those first that are worth most."""
-    everywhere = [Job(setting, TRAINING_VARIANTS[name]) for setting in settings for name in options.variants]
-    first = {setting.model: setting for setting in reversed(settings)}
-    once = [setting for setting in settings if first[setting.model] is setting]
-    return everywhere + [Job(setting, TRAINING_VARIANTS[name]) for setting in once for name in options.first_batch]
+    return [Job(setting, TRAINING_VARIANTS[name]) for setting in settings for name in options.variants]
 
 
 def table(rows: Rows) -> str:
-    head = ("model", "batch", "variant", "ms", "x reduce", "peak MiB", "x peak", "cold s", "loss")
+    times = ("ms", "x reduce", "fastest", "x fastest")
+    head = ("model", "batch", "variant", *times, "peak MiB", "x peak", "cold s", "loss")
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows.all:
         if row.failed:
             continue
         other = rows.beside(row)
         figures = (
-            f"{row.pipelined * 1e3:.3f}",
-            "-" if other is None else f"{row.pipelined / other.pipelined:.3f}",
+            *_beside(row.pipelined, None if other is None else other.pipelined),
+            *_beside(row.best, None if other is None else other.best),
             f"{row.peak / 2**20:.0f}",
             "-" if other is None or not other.peak else f"{row.peak / other.peak:.3f}",
             f"{row.compile:.1f}",
@@ -204,6 +194,10 @@ def table(rows: Rows) -> str:
         )
         lines.append(f"| {' | '.join((row.setting.model, str(row.setting.batch), row.variant, *figures))} |")
     return "\n".join(lines)
+
+
+def _beside(seconds: float, other: float | None) -> tuple[str, str]:
+    return f"{seconds * 1e3:.3f}", "-" if not other else f"{seconds / other:.3f}"
 
 
 def missed(rows: Rows) -> list[str]:
@@ -217,6 +211,7 @@ def missed(rows: Rows) -> list[str]:
         most = WHOLE_STEP if row.variant == TRAIN_STEP.name and is_small else TIME
         for what, ratio, limit in (
             ("time", row.pipelined / other.pipelined, most),
+            ("fastest time", row.best / other.best, most),
             ("memory", row.peak / other.peak, MEMORY),
         ):
             if ratio > limit:

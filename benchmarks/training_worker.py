@@ -59,7 +59,7 @@ def stages(setting: Setting, variant: Variant, reference: Path) -> Iterator[dict
     facts = {"error": off, "peak": (peak_device_bytes if on_device else peak_bytes)(step), "remark": journal()}
     turns: list[list[float]] = []
     while True:
-        turns.append(per_call(step, seconds=0.02 if setting.size == "tiny" else 0.4))
+        turns.append(per_call(step, seconds=0.02 if setting.size == "tiny" else 0.3))
         yield {"pipelined": statistics.median(map(statistics.median, turns)), "best": min(map(min, turns)), **facts}
 
 

@@ -290,13 +290,16 @@ WRITTEN = {
     ),
 }
 
-_PICTURES = ("efficientnet_b0", "mobilenet_v3_large", "regnet_y_400mf", "densenet121", "shufflenet_v2_x1_0", "maxvit_t")
+_PICTURES = ("efficientnet_b0", "mobilenet_v3_large", "regnet_y_400mf", "densenet121", "shufflenet_v2_x1_0")
 
 WIDER = {
     **{name: Case(row.make, HF) for name, row in OF_TRANSFORMERS.items()},
     "detr": Case(_detr, HF, slow=1.5),
     **{name: Case(of_torchvision(name), VISION, slow=1.5) for name in _PICTURES},
-    "inception_v3": Case(of_torchvision("inception_v3", aux_logits=False, init_weights=False), VISION, slow=1.5),
+    "maxvit_t": Case(of_torchvision("maxvit_t", (224, 224, 224)), VISION, slow=1.5),
+    "inception_v3": Case(
+        of_torchvision("inception_v3", (224, 128, 96), aux_logits=False, init_weights=False), VISION, slow=1.5
+    ),
     "deeplabv3": Case(
         of_torchvision("segmentation.deeplabv3_mobilenet_v3_large", weights_backbone=None), VISION, slow=1.5
     ),

@@ -199,13 +199,13 @@ class Plan:
     `together` is the number of rows that compile in parallel, if they time no kernels during compilation. Rows that do
     are compiled alone; with `share_kernels` they reuse the Triton kernels that earlier rows have compiled. The row
     records either. With `in_turn` their workers time kernels one at a time, so that they compile beside each other too,
-    though not beside other rows. With `warm`, once all rows are measured, a second process compiles each again with the
-    caches of the first, and the row gets its seconds as the fact `warm`. The rows of a group are measured in `turns`
-    rounds, so that a machine that becomes slower does so for all of them: the worker answers each with its figures so
-    far. With `compiles_each_turn` a turn is a row of its own: the workers compile it side by side, and are timed then.
-    No group or turn is started that would not end by `end`; `timing` estimates the seconds for which a row is measured
-    alone. A row that compiles for more than `patience` seconds is ended, so that the others of its group are measured.
-    `room` is the device memory, in bytes, that a group may fill.
+    though not beside other rows, except those that compile nothing. With `warm`, once all rows are measured, a second
+    process compiles each again with the caches of the first, and the row gets its seconds as the fact `warm`. The rows
+    of a group are measured in `turns` rounds, so that a machine that becomes slower does so for all of them: the worker
+    answers each with its figures so far. With `compiles_each_turn` a turn is a row of its own: the workers compile it
+    side by side, and are timed then. No group or turn is started that would not end by `end`; `timing` estimates the
+    seconds for which a row is measured alone. A row that compiles for more than `patience` seconds is ended, so that
+    the others of its group are measured. `room` is the device memory, in bytes, that a group may fill.
     """
 
     end: float
@@ -331,7 +331,8 @@ def _groups(jobs: list[Task[R]], plan: Plan) -> Iterator[list[Task[R]]]:
     """Neighbouring jobs that may compile in parallel, at most `plan.together`, if the device has room for them."""
     group: list[Task[R]] = []
     for job in jobs:
-        times_kernels = {each.variant.autotunes for each in (*group, job)}
+        compiling = [each for each in (*group, job) if each.variant.backend is not None or not plan.in_turn]
+        times_kernels = {each.variant.autotunes for each in compiling}
         alone = len(times_kernels) > 1 or (True in times_kernels and not plan.in_turn)
         if group and (alone or len(group) == plan.together or sum(each.bytes for each in (*group, job)) > plan.room):
             yield group

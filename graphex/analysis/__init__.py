@@ -5,7 +5,7 @@ a rewrite. In the order to read:
 
     graphs            the toolbox: arguments by schema name, subgraphs, order; source lines, streams and texts of nodes
     effects           what a node does besides computing its value; contracts of nodes that stand for many
-    shapes            questions about sizes that add no guard
+    shapes            questions about sizes, strides and storage offsets that add no guard
     inplace_variants  functional ops and their in-place variants, known or declared
     asynchronous      ops that work on after they have returned, ops that may keep their arguments, memory so in use
     aliasing          which values share memory, which nodes write to it, and when

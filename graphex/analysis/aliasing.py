@@ -45,47 +45,16 @@ from graphex.analysis.effects import (
     written_arguments,
 )
 from graphex.analysis.graphs import stream_of
-from graphex.analysis.shapes import SeenStrides, may_be_empty, same_offset
-from graphex.torch_private.graphs import holds_tensors, is_composite
-
-# -- storage offsets ---------------------------------------------------------------------------------------------------
-# Fake tensors report a storage offset of 0 for results that copy the whole storage of an argument; the real results
-# have the argument's offset. Some ops address their storage from its start, so that the offset matters.
-
-
-ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
-
-_KEEPING_OFFSETS = frozenset(
-    {
-        torch.ops.aten.copy.default,
-        torch.ops.aten.slice_scatter.default,
-        torch.ops.aten.select_scatter.default,
-        torch.ops.aten.diagonal_scatter.default,
-        torch.ops.aten.as_strided_scatter.default,
-    }
+from graphex.analysis.shapes import (
+    ABSOLUTE_VIEWS,
+    SeenStrides,
+    absolutely_addressed,
+    may_be_empty,
+    same_offset,
+    shares_offset_with,
+    with_true_offset,
 )
-
-
-def with_true_offset(node: Node) -> Any:
-    """A (fake) tensor with the storage offset of the node's value."""
-    first = shares_offset_with(node)
-    return node.meta.get("val") if first is None else with_true_offset(first)
-
-
-def shares_offset_with(node: Node) -> Node | None:
-    """The argument whose storage offset the result has, for ops that copy the argument's whole storage."""
-    first = node.args[0] if node.args else None
-    return first if node.target in _KEEPING_OFFSETS and isinstance(first, Node) else None
-
-
-def absolutely_addressed(node: Node) -> list[Node]:
-    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
-    if operator_of(node) in ABSOLUTE_VIEWS:
-        return [node, *node_leaves(node.args[0])]
-    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
-        return list(node_leaves(node.kwargs.get("_all_bases")))
-    return []
-
+from graphex.torch_private.graphs import holds_tensors, is_composite
 
 # -- storages of results -----------------------------------------------------------------------------------------------
 # Where the results of an op may live, by the alias annotations of its schema.
@@ -162,7 +131,7 @@ class Aliases:
         self._parts: dict[Node, Parts] = {}
         self._joined: dict[Storage, Storage] = {}
         self._inputs: set[Storage] = set()
-        self._outputs: list[frozenset[Storage]] = []
+        self._outputs: dict[Storage, set[int]] = {}  # the places of the outputs that may live in a memory
         self._made_again: dict[int, Node] = {}  # place among the outputs -> the input that the user gets a view of
         self._writes: dict[Storage, list[int]] = {}
         self._reads: dict[Storage, list[int]] = {}
@@ -214,21 +183,15 @@ class Aliases:
         return not storages or any(storage in self._inputs or storage in self._foreign for storage in storages)
 
     def reaches_output(self, node: Node) -> bool:
-        mine = self.storages(node)
-        return any(not mine.isdisjoint(self._resolved(out)) for out in self._outputs)
+        return not self._outputs.keys().isdisjoint(self.storages(node))
 
     def is_handed_out(self, node: Node, written: Node) -> bool:
         """Whether the user gets the memory of `node`, as an output that is not a view of the input `written` anyway."""
-        mine = self.storages(node)
-        return any(
-            not mine.isdisjoint(self._resolved(out)) and self._made_again.get(place) is not written
-            for place, out in enumerate(self._outputs)
-        )
+        return any(self._made_again.get(place) is not written for place in self._outputs_in(self.storages(node)))
 
     def shows_its_offset(self, node: Node) -> bool:
         """Whether an output that AOTAutograd makes again from an input is a view of this: it reads where it begins."""
-        mine = self.storages(node)
-        return any(not mine.isdisjoint(self._resolved(self._outputs[place])) for place in self._made_again)
+        return not self._made_again.keys().isdisjoint(self._outputs_in(self.storages(node)))
 
     def is_absolute(self, node: Node) -> bool:
         """Whether something counts from the start of the node's storage: then it matters where the value begins."""
@@ -295,6 +258,16 @@ class Aliases:
             if (before := bisect_left(reads := self._reads.get(storage, []), last))
         ]
         return self._nodes[max(found)] if found else None
+
+    def first_reader_after(self, node: Node, start: Node) -> Node | None:
+        """The first node after `start` that reads the memory of `node`, the output included."""
+        first = self._position[start]
+        found = [
+            reads[after]
+            for storage in self.storages(node)
+            if (after := bisect_right(reads := self._reads.get(storage, []), first)) < len(reads)
+        ]
+        return self._nodes[min(found)] if found else None
 
     def readers_after(self, node: Node, start: Node, *, until: int | None = None) -> list[Node]:
         """The nodes after `start` (and before position `until`) that read the memory of `node`, the output included."""
@@ -380,7 +353,9 @@ class Aliases:
                 _append(reads, storage, position)
         if node.op == "output":
             leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-            self._outputs = [self._memory_of(leaf) for leaf in leaves]
+            for place, leaf in enumerate(leaves):
+                for storage in self._memory_of(leaf):
+                    self._outputs.setdefault(storage, set()).add(place)
             inputs = node.graph.find_nodes(op="placeholder")
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
@@ -501,9 +476,12 @@ class Aliases:
     # -- joined storages ---------------------------------------------------------------------------------------
 
     def _find(self, storage: Storage) -> Storage:
-        while storage in self._joined:
-            storage = self._joined[storage]
-        return storage
+        found = storage
+        while found in self._joined:
+            found = self._joined[found]
+        while storage != found:  # the next question is answered at once
+            self._joined[storage], storage = found, self._joined[storage]
+        return found
 
     def _resolved(self, storages: Iterable[Storage]) -> frozenset[Storage]:
         return frozenset(map(self._find, storages))
@@ -518,9 +496,11 @@ class Aliases:
         for marked in (self._absolute, self._foreign):
             if storage in marked:
                 marked.add(into)
+        if storage in self._outputs:
+            self._outputs[into] = self._outputs.get(into, set()) | self._outputs.pop(storage)
         for table in (self._reads, self._writes):
             if storage in table:
-                table[into] = _merged(table.get(into, []), table[storage], int)
+                table[into] = _merged(table.get(into, []), table.pop(storage), int)
         self.in_use.merge(storage, into)
         for stream, nodes in self._by_stream.pop(storage, {}).items() if self._by_stream is not None else ():
             assert self._by_stream is not None
@@ -543,10 +523,12 @@ class Aliases:
             return "an output would begin to share memory with an input"
         if any(storage in self._foreign for storage in theirs):
             return "an output would be memory that a custom op may have kept"
-        for out in map(self._resolved, self._outputs):
-            if out.isdisjoint(mine) and not out.isdisjoint(theirs):
-                return "two outputs would begin to share memory"
-        return None
+        together = self._outputs_in(theirs) <= self._outputs_in(mine)
+        return None if together else "two outputs would begin to share memory"
+
+    def _outputs_in(self, storages: frozenset[Storage]) -> set[int]:
+        """The places of the outputs that may live in some memory."""
+        return set().union(*(self._outputs.get(storage, ()) for storage in storages))
 
 
 @cache
@@ -575,11 +557,16 @@ def _append(table: dict[Storage, list[int]], storage: Storage, position: int) ->
 
 
 def _merged(left: list[T], right: list[T], key: Callable[[T], int]) -> list[T]:
-    """Two lists that `key` sorts as one; in the usual case, one after the other, without copying the first."""
+    """Two lists that `key` sorts as one. The longer one takes in the other, so that many merges stay cheap."""
     if not left or key(left[-1]) < key(right[0]):
         left.extend(right)
         return left
-    return sorted({*left, *right}, key=key)
+    long, short = (left, right) if len(left) >= len(right) else (right, left)
+    for item in short:
+        place = bisect_left(long, key(item), key=key)
+        if place == len(long) or long[place] != item:
+            long.insert(place, item)
+    return long
 
 
 def _returns_list(node: Node) -> bool:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from graphex.analysis.aliasing import Aliases, Storage, with_true_offset
+from graphex.analysis.aliasing import Aliases, Storage
 from graphex.analysis.asynchronous import is_wait, keeper_of, launch_of
 from graphex.analysis.dependencies import can_raise, has_hidden_effect
 from graphex.analysis.effects import (
@@ -47,7 +47,7 @@ from graphex.analysis.effects import (
 )
 from graphex.analysis.graphs import extract, node_line, placement, values_from_outside
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
-from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset
+from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset, with_true_offset
 from graphex.errors import Refusal
 from graphex.torch_private.symbolic import hint_of
 
@@ -156,7 +156,8 @@ def frees(graph: Graph, memory: Memory | None = None) -> dict[Node, list[Node]]:
             free[node] = going
         if isinstance(what, Sync):
             held = []
-        held += [value for value in asked if value not in going]
+        gone = set(going)
+        held += [value for value in asked if value not in gone]
     return free
 
 
@@ -193,14 +194,13 @@ def why_not_reusable(
         return _expected("an output would begin at another place of its memory")
     if aliases.shares_with_operands(writer, dead):
         return _expected(f"another argument may share memory with '{dead.name}'")
-    readers = aliases.readers_after(dead, writer)
     use = aliases.in_use.why(dead, writer)
     if use is not None and not any(
-        aliases.may_alias(value, dead) for each in readers for value in each.all_input_nodes
+        aliases.may_alias(value, dead) for each in aliases.readers_after(dead, writer) for value in each.all_input_nodes
     ):
         return Refusal(_with_line(f"'{dead.name}' is not free: {use.reason}", use.until), use.until, use.edit)
-    if readers:
-        return _expected(_with_line(f"'{dead.name}' is read later by '{readers[0].name}'", readers[0]), readers[0])
+    if (reader := aliases.first_reader_after(dead, writer)) is not None:
+        return _expected(_with_line(f"'{dead.name}' is read later by '{reader.name}'", reader), reader)
     return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
 
 

@@ -1,4 +1,4 @@
-"""Questions about sizes and strides that never add a guard: where the answer is not statically known, it is no.
+"""Questions about sizes, strides and storage offsets that never add a guard: what is not statically known is a no.
 
 `SeenStrides` is about dimensions with one element, for which fake tensors and kernels report different strides:
 
@@ -133,3 +133,43 @@ def _may_be_transposed(value: object) -> bool:
 def _lies_row_by_row(node: Node) -> bool:
     op = operator_of(node)
     return node.op == "placeholder" or (op is not None and op._schema.name in _ROW_BY_ROW)
+
+
+# -- storage offsets ---------------------------------------------------------------------------------------------------
+# Fake tensors report a storage offset of 0 for results that copy the whole storage of an argument; the real results
+# have the argument's offset. Some ops address their storage from its start, so that the offset matters.
+
+
+ABSOLUTE_VIEWS = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+
+_KEEPING_OFFSETS = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+
+
+def with_true_offset(node: Node) -> Any:
+    """A (fake) tensor with the storage offset of the node's value."""
+    while (first := shares_offset_with(node)) is not None:
+        node = first
+    return node.meta.get("val")
+
+
+def shares_offset_with(node: Node) -> Node | None:
+    """The argument whose storage offset the result has, for ops that copy the argument's whole storage."""
+    first = node.args[0] if node.args else None
+    return first if node.target in _KEEPING_OFFSETS and isinstance(first, Node) else None
+
+
+def absolutely_addressed(node: Node) -> list[Node]:
+    """The values whose storage the node addresses from its start: `auto_functionalized_v2` finds its views that way."""
+    if operator_of(node) in ABSOLUTE_VIEWS:
+        return [node, *node_leaves(node.args[0])]
+    if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
+        return list(node_leaves(node.kwargs.get("_all_bases")))
+    return []

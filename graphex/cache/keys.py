@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,9 +167,12 @@ def _machine() -> Parts:
 @cache
 def _source() -> str:
     """graphex itself: a version alone does not tell two working trees apart."""
-    root, found = Path(graphex.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    root, found = os.path.dirname(graphex.__file__), hashlib.sha256()
+    for folder, below, names in os.walk(root):
+        below.sort()
+        for name in sorted(name for name in names if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as file:
+                found.update(f"{folder.removeprefix(root)}/{name}\n".encode() + file.read())
     return found.hexdigest()[:16]
 
 

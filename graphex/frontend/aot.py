@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
 from graphex.cache.warm import CallSearch, HandedOver, StoredStep
-from graphex.env import regions_enabled
+from graphex.env import collector_paused, regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.compiler import (
     ACTIVATIONS,
@@ -68,6 +68,7 @@ from graphex.torch_private.dynamo import (
     dual_level,
     flatten_graph_inputs,
 )
+from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.inductor import start_compilers
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
@@ -107,7 +108,7 @@ def _compile_flat(
         if programs:
             with counted():
                 return _called(programs, call, gm, compilation)
-        with context:
+        with context, collector_paused():
             return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
         raise
@@ -122,7 +123,7 @@ def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilat
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs
-    graphs = [GraphModule(found.made.gm, found.made.functional) for found in call.found]
+    graphs = [graph_module(found.made.gm, found.made.functional) for found in call.found]
     bypass = StepBypass(forward, *saved_and_seen(graphs[0])) if forward.may_replay else None
     untraced = disable(backward, reason="the compiled backward is not traced")
     step = unpacked_step(call.step.wrapper, bypass or forward, untraced, lambda: graphs[1])

@@ -12,6 +12,9 @@ graphex keeps some ops whole that Inductor takes apart before it cuts. These val
     x: bf16 -> pow, mul, add: f32 -> tanh: f32 -> tanh_backward         in the region of its derivative, from x
     x: bf16 -> f32 -> group norm: f32 -> silu_backward                  the same, from x and the saved statistics
     x: bf16 -> f32 -> group_norm_backward                               the same, from x
+
+Convolutions of both graphs read and write channels last on a GPU, as Inductor has them in one graph: what is saved
+between the two lies in memory as the backward's convolutions read it (`lay_out_by_channels`).
 """
 
 from __future__ import annotations
@@ -25,17 +28,20 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphex.analysis import Aliases, node_line
+from graphex.analysis import Aliases, is_random, node_line, written_arguments
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.memory import bytes_of
+from graphex.analysis.shapes import known_contiguous
 from graphex.env import regions_enabled
 from graphex.frontend.compiler import ACTIVATIONS, compile_joint
 from graphex.passes.updates import note_program_writes
-from graphex.records import Activation, FellBack
+from graphex.records import Activation, FellBack, Rewrote
+from graphex.regions.stage import CompileRegions
 from graphex.rewrite.compilation import Compilation
-from graphex.rewrite.metadata import inherit_all
+from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
 from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
 _MARK = "recompute"  # torch's mark of a checkpoint on a node
@@ -51,6 +57,21 @@ _BY_SIZE: dict[Any, int] = {  # arguments whose values are not looked at
 }
 _POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
 _STATISTICS_ON = ("cuda",)  # devices where a log-softmax is taken apart for its derivative
+_CHANNELS_LAST_ON = ("cuda",)  # devices whose convolutions are faster with channels last
+FEW = 600  # nodes of a joint graph for each convolution: there is too little to gain
+SMALL = 64  # channels: if no convolution has more, channels last is slower
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+# Ops, besides pointwise ones, that return channels last if they are given it.
+_FOLLOW_LAYOUT = frozenset(
+    {
+        *(aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default),
+        *(aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
+        *(aten.avg_pool2d.default, aten.avg_pool2d_backward.default),
+        *(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default),
+        *(aten.mean.dim, aten.sum.dim_IntList, aten.cat.default, aten.constant_pad_nd.default),
+        *(aten._to_copy.default, aten.detach.default, operator.getitem),
+    }
+)
 _SOURCES = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten._to_copy.default)
 
 
@@ -64,14 +85,17 @@ def partition(
     """
     note_program_writes(joint.graph, has_out=has_out)
     joint = compile_joint(joint, inputs, compilation)
+    leave_out_unread(joint)
     again: set[str] = set()
+    rewrites: tuple[Rewrote, ...] = ()
     if compilation.config.regions and regions_enabled() and not any(_MARK in node.meta for node in joint.graph.nodes):
         normalize_again(joint)
+        joint, rewrites = laid_out(joint, compilation)
         again = take_log_softmaxes_apart(joint) | prefer_computing_again(joint)
     forward, backward = _cut(joint, inputs, compilation, kwargs)
     output = forward.graph.output_node()
     output.meta[RETURNED] = kwargs["num_fwd_outputs"]
-    output.meta[ACTIVATIONS] = activations(forward, backward, kwargs["num_fwd_outputs"], again)
+    output.meta[ACTIVATIONS] = (*rewrites, *activations(forward, backward, kwargs["num_fwd_outputs"], again))
     return forward, backward
 
 
@@ -98,6 +122,13 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
     written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
     read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
     return next((name for name in read if name in written), "")
+
+
+def leave_out_unread(joint: GraphModule) -> None:
+    """Do not hand running statistics to the derivative of a batch norm that trains: it reads those of the batch."""
+    for node in joint.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if len(node.args) == 10 and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def prefer_computing_again(joint: GraphModule) -> set[str]:
@@ -255,6 +286,148 @@ def _is_in_a_chain(node: Node) -> bool:
     """Whether a region computes the op's argument too, so that something before it is saved in any case."""
     given = node.args[0]
     return isinstance(given, Node) and given.target in _SOURCES
+
+
+# -- channels last -----------------------------------------------------------------------------------------------------
+
+
+def laid_out(joint: GraphModule, compilation: Compilation) -> tuple[GraphModule, tuple[Rewrote, ...]]:
+    """The joint graph with its convolutions in channels last, where that is worth it, and the record of it."""
+    config, rule = compilation.config, CompileRegions.channels_last
+    if config.region_numerics != "fast" or rule in config.disable_rules or not _are_faster_by_channels(joint):
+        return joint, ()
+    changed = copy_module(joint)
+    try:
+        lay_out_by_channels(changed)
+    except Exception as error:  # a fake may raise anything; the graph as it was is right
+        compilation.fall_back("-", "convolutions of a training step keep their layout", error)
+        return joint, ()
+    found = changed.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    names = tuple(node.name for node in found)
+    because = "forward and backward compute convolutions in channels last, and values between the two are saved so"
+    return changed, (Rewrote("", CompileRegions.name, rule, names, names, because, node_line(found[0])),)
+
+
+def _are_faster_by_channels(joint: GraphModule) -> bool:
+    """Whether convolutions of a training step gain from channels last, by the rules that Inductor has measured.
+
+    They lose with groups of several channels, and where there are half as many channels after one as before.
+    """
+    found = joint.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    nodes = [node for node in found if node.meta["val"].dim() == 4]
+    values = [value for node in nodes for value in (node.meta["val"], *(_value(each) for each in node.args[:2]))]
+    if not nodes or len(joint.graph.nodes) >= FEW * len(nodes):
+        return False
+    if any(value.device.type not in _CHANNELS_LAST_ON for value in values):
+        return False
+    if not all(isinstance(size, int) for value in values for size in value.shape):
+        return False
+    weights = [tuple(map(int, _value(node.args[1]).shape)) for node in nodes]
+    groups: list[Any] = [node.args[8] for node in nodes]
+    are_grouped = any(count > 1 and shape[1] > 1 for count, shape in zip(groups, weights, strict=True))
+    shrink = any(2 * after <= before and high > 1 for after, before, high, _ in weights)
+    return not are_grouped and not shrink and any(max(shape[:2]) > SMALL for shape in weights)
+
+
+def _value(node: Any) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def lay_out_by_channels(joint: GraphModule) -> None:
+    """Have convolutions, and what stands between them, compute in channels last.
+
+        before:  c = convolution(x, w); y = relu(c); z = view(y, ...)
+        after:   a = clone(x, channels_last); b = clone(w, channels_last)
+                 c = convolution(a, b); y = relu(c); z = view(clone(y), ...)
+
+    What other ops read, results and gradients are laid out as they were.
+    """
+    layout = _Layout(joint)
+    for node in list(joint.graph.nodes):
+        layout.visit(node)
+    joint.graph.lint()
+    joint.recompile()
+
+
+class _Layout:
+    """Layouts of the values of a joint graph, while its convolutions are given channels last."""
+
+    def __init__(self, joint: GraphModule) -> None:
+        mode = fake_mode_of(joint)
+        assert mode is not None
+        self.gm, self.mode = joint, mode
+        self.promised: dict[Node, Any] = {}  # the values that have another layout now, as they were
+        self.copies: dict[tuple[Node, torch.memory_format], Node] = {}
+
+    def visit(self, node: Node) -> None:
+        if node.op not in ("call_function", "output"):
+            return
+        is_convolution = node.target in _CONVOLUTIONS and _value(node.args[1]).dim() == 4
+        moved = [each for each in node.all_input_nodes if each in self.promised]
+        if is_convolution or (moved and self._follows(node)):
+            for each in node.all_input_nodes:
+                self._read(node, each, torch.channels_last)
+            self._evaluate(node)
+        else:
+            for each in moved:
+                self._read(node, each, torch.contiguous_format)
+
+    def _follows(self, node: Node) -> bool:
+        """Whether an op returns channels last if it reads it, and returned contiguous values before.
+
+        Random numbers are drawn in the order of memory, so that those of another layout would be others.
+        """
+        tags = getattr(node.target, "tags", ())
+        if node.target not in _FOLLOW_LAYOUT and (torch.Tag.pointwise not in tags or is_random(node)):
+            return False
+        if written_arguments(node) or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return False
+        values = [each for each in pytree.tree_leaves(node.meta["val"]) if isinstance(each, Tensor)]
+        return all(map(known_contiguous, values))
+
+    def _read(self, reader: Node, value: Node, layout: torch.memory_format) -> None:
+        """Have a node read a value in a layout, by a copy if it has another one."""
+        found, is_wanted = value.meta["val"], layout is torch.channels_last
+        if not isinstance(found, Tensor) or (is_wanted and (found.dim() != 4 or not known_contiguous(found))):
+            return
+        if is_wanted and found.is_contiguous(memory_format=layout):
+            return
+        if is_wanted and self._casts_for_convolutions(value):
+            value.kwargs = {**value.kwargs, "memory_format": layout}
+            self._evaluate(value)
+            return
+        if (value, layout) not in self.copies:
+            graph = self.gm.graph
+            is_given = value.op == "placeholder"  # no node may stand between these
+            with graph.inserting_before(reader) if is_given else graph.inserting_after(value):
+                self.copies[value, layout] = self._copy(value, layout)
+        reader.replace_input_with(value, self.copies[value, layout])
+
+    def _copy(self, value: Node, layout: torch.memory_format) -> Node:
+        found = value.meta["val"]
+        if not found.is_contiguous(memory_format=layout):
+            return _made(value, aten.clone.default, value, memory_format=layout)
+        flat = _made(value, aten.view.default, value, [size for size in found.shape if size != 1])
+        with self.gm.graph.inserting_after(flat):  # strides differ in dimensions of one element
+            return _made(value, aten.view.default, flat, list(found.shape))
+
+    def _casts_for_convolutions(self, node: Node) -> bool:
+        """Whether a cast is read by convolutions alone: it writes their layout itself."""
+        is_cast = node.target is aten._to_copy.default and "memory_format" not in node.kwargs
+        return is_cast and all(user.target in _CONVOLUTIONS for user in node.users)
+
+    def _evaluate(self, node: Node) -> None:
+        before, after = node.meta["val"], evaluate(self.gm, node, self.mode)
+        node.meta["val"] = after
+        node.meta.pop("tensor_meta", None)
+        if not _are_laid_out_alike(before, after):
+            self.promised[node] = before
+
+
+def _are_laid_out_alike(before: Any, after: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True)
+    return all(one.stride() == other.stride() for one, other in pairs if isinstance(one, Tensor))
 
 
 # -- the record --------------------------------------------------------------------------------------------------------

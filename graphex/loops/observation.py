@@ -244,8 +244,9 @@ class Observation(TorchDispatchMode):
         return tensor.device.type != self._kind
 
     def refuse(self, reason: str) -> None:
-        """Say why the step cannot be captured."""
-        self.reason, self.line = f"the step {reason}", _text(_place())
+        """Say why the step cannot be captured. The first reason stays."""
+        if not self.reason:
+            self.reason, self.line = f"the step {reason}", _text(_place())
 
 
 def _drawn() -> tuple[object, ...]:
@@ -336,10 +337,14 @@ class Reached:
     def look(self) -> bool:
         """Whether anything is another object than in the last look."""
         live = chain(chain.from_iterable(read() for read in self._reads), (_END,))
-        if all(map(is_, live, self._held)):
+        if self._held and all(map(is_, live, self._held)):
             return False
         self._walk()
         return True
+
+    def let_go(self) -> None:
+        """Hold nothing until the next look, which walks: what is replaced meanwhile can be freed."""
+        self._reads, self._held, self.things = [], (), []
 
     @property
     def version(self) -> int:

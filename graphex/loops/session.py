@@ -37,6 +37,7 @@ from graphex.config import config_from
 from graphex.device import Device, device_of
 from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read, why_not
+from graphex.loops.observation import Reached
 from graphex.loops.processors import (
     Process,
     Sequence,
@@ -404,6 +405,7 @@ class Session:
         self._buffers: dict[int, dict[str, Any]] = {}
         self._counts: dict[str, int] = {}
         self._settled: dict[tuple[Any, ...], Hashable] = {}
+        self._reached: Reached | None = None
 
     @property
     def _model(self) -> Any:
@@ -555,7 +557,7 @@ class Session:
         def state() -> Hashable:
             ran = self._ran()
             self._settled[key] = self._version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
-            return ran, self._addresses()
+            return ran, self._addresses(), self._values() if self._settled[key] is None else None
 
         found = calls.get(key)
         if found is None:
@@ -579,6 +581,16 @@ class Session:
     def _addresses(self) -> tuple[int, ...]:
         """Where the weights are: a capture is right for these."""
         return tuple([each.data_ptr() for each in self.tensors])
+
+    def _values(self) -> int:
+        """A number for what the model's Python code can reach: where a part of a step runs without Dynamo's guards,
+        another number, adapter or function in the model is seen by nothing else.
+        """
+        self._reached = self._reached or Reached((self._model,), ())
+        self._reached.look()
+        version = self._reached.version
+        self._reached.let_go()
+        return version
 
     def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
         """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""

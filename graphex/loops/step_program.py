@@ -357,8 +357,9 @@ class TrainStep:
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             stack.enter_context(captures_held_back(_nothing if seen is None else seen.note))
-            stack.enter_context(self._state.rates_as_tensors())
-            stack.enter_context(self._state.deferring(deferred, _nothing if seen is None else seen.refuse))
+            told = _nothing if seen is None else seen.refuse
+            stack.enter_context(self._state.rates_as_tensors(told))
+            stack.enter_context(self._state.deferring(deferred, told))
             if seen is not None:
                 if not may_see_compiled_code():
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -453,7 +454,7 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
         torch.clear_autocast_cache()  # what was cast before would be read where it was
-        with captures_held_back(_nothing), state.rates_as_tensors(), state.deferring(deferred, _nothing):
+        with captures_held_back(_nothing), state.rates_as_tensors(_nothing), state.deferring(deferred, _nothing):
             run = partial(self._call, *args, **kwargs)
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()

@@ -84,6 +84,7 @@ class Rates:
         self._tensors: list[Tensor] = []
         self._filled: list[float] = []
         self._before: list[Any] = []
+        self._versions: list[int] = []
 
     def _ready(self) -> None:
         for group in self._optimizer.param_groups[len(self._tensors) :]:
@@ -106,23 +107,41 @@ class Rates:
                 self._filled[number] = rate
 
     @contextmanager
-    def as_tensors(self) -> Iterator[None]:
+    def as_tensors(self, told: Callable[[str], None]) -> Iterator[None]:
+        """`told` hears of a rate that was set inside: a replay would not set it."""
         self.fill()
         groups = self._optimizer.param_groups
         self._before = [group["lr"] for group in groups]
+        self._versions = [each._version for each in self._tensors]
         for group, tensor in zip(groups, self._tensors, strict=False):
             if takes_tensor(self._optimizer, group):
                 group["lr"] = tensor
         try:
             yield
         finally:
-            self.give_back()
+            if self.give_back():
+                told("sets a learning rate; set it outside of the step, or by a scheduler")
 
-    def give_back(self) -> None:
-        """Learning rates are what they were before `as_tensors`."""
-        for group, rate, tensor in zip(self._optimizer.param_groups, self._before, self._tensors, strict=False):
-            if group["lr"] is tensor:  # else the step itself has set another
-                group["lr"] = rate
+    def give_back(self) -> bool:
+        """Learning rates are what they were before `as_tensors`, or numbers that the step has set. Returns whether it
+        has set one.
+        """
+        groups = self._optimizer.param_groups
+        tensors = zip(self._tensors, self._versions, strict=False)
+        changed = False
+        for group, before, (tensor, version) in zip(groups, self._before, tensors, strict=False):
+            rate = group["lr"]
+            is_set = tensor._version != version if rate is tensor else not _same_rate(rate, before)
+            changed |= is_set
+            if rate is tensor and not is_set:
+                group["lr"] = before
+            elif is_set and isinstance(rate, Tensor) and not isinstance(before, Tensor):
+                group["lr"] = float(rate)
+        return changed
+
+
+def _same_rate(rate: Any, other: Any) -> bool:
+    return rate is other or (not isinstance(rate, Tensor) and not isinstance(other, Tensor) and rate == other)
 
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
@@ -188,6 +207,7 @@ class StepState:
         self.found = found
         self._rates: dict[int, Rates] = {}
         self._switches = switches_for(_LIBRARIES)
+        self._counted: list[Hashable] = []
         self.look_again()
 
     def look_again(self) -> None:
@@ -334,11 +354,11 @@ class StepState:
         return [(optimizer, changes) for optimizer, changes in changed if changes]
 
     @contextmanager
-    def rates_as_tensors(self) -> Iterator[None]:
-        """Learning rates are tensors on the device inside, and what they were outside."""
+    def rates_as_tensors(self, told: Callable[[str], None]) -> Iterator[None]:
+        """Learning rates are tensors on the device inside, and what they were outside; `told` hears if one is set."""
         with ExitStack() as stack:
             for rates in self._rates.values():
-                stack.enter_context(rates.as_tensors())
+                stack.enter_context(rates.as_tensors(told))
             yield
 
     def fill_rates(self) -> None:
@@ -350,9 +370,11 @@ class StepState:
     def deferring(self, calls: list[Callable[[], Any]], read: Callable[[str], None]) -> Iterator[None]:
         """Calls of schedulers and averaged models are put into `calls` instead of being made.
 
-        A rate that the step asks a scheduler for is that of this moment, and `read` is told: it is no tensor.
+        A rate that the step asks a scheduler for is that of this moment, and `read` is told: it is no tensor. So it
+        is of a call that was made all the same, by a method that was taken from its owner before.
         """
         patched: list[tuple[Any, str]] = []
+        self._counted = list(map(_calls_of, self.found.deferred))
         try:
             for thing in self.found.deferred:
                 name = next(name for kind, name in DEFERRED.items() if isinstance(thing, kind))
@@ -365,6 +387,9 @@ class StepState:
         finally:
             for thing, name in patched:
                 del vars(thing)[name]
+        for thing, before in zip(self.found.deferred, self._counted, strict=True):
+            if _calls_of(thing) != before:
+                read(f"calls a method of a {type(thing).__name__} that was taken from it before; call it by its name")
 
     def _told(self, calls: list[Callable[[], Any]], read: Callable[[str], None], method: Callable[[], Any]) -> Any:
         def now() -> Any:
@@ -373,6 +398,7 @@ class StepState:
                 rates.give_back()  # the scheduler is to change numbers
             while calls:
                 calls.pop(0)()
+            self._counted = list(map(_calls_of, self.found.deferred))
             return method()
 
         return now
@@ -399,6 +425,14 @@ def _has_hooks(node: Any) -> bool:
         if hooks:
             return True
     return False
+
+
+def _calls_of(thing: Any) -> Hashable:
+    """A value that every step of a scheduler, or update of an averaged model, changes."""
+    if isinstance(thing, AveragedModel):
+        return thing.n_averaged._version
+    inner = tuple(map(_calls_of, getattr(thing, "_schedulers", ())))
+    return getattr(thing, "last_epoch", 0), getattr(thing, "_step_count", 0), inner
 
 
 def _deferred(method: Callable[..., Any], calls: list[Callable[[], Any]]) -> Callable[..., None]:

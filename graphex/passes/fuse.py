@@ -1,8 +1,9 @@
-"""Fusion by rule, as passes: lift idioms to named ops, fuse named ops, fuse in the joint graph of training.
+"""Fusion as passes: lift idioms to named ops, fuse named ops, fuse in the joint graph of training, join small writes.
 
     x -> pow -> mean -> add -> rsqrt -> mul -> mul          x -> graphex.rms_norm                       lift
     F.scaled_dot_product_attention(q, k, v, mask)           graphex.attention(q, k, v, mask, scale)     lift
     x1, x2 -> add -> npu_rms_norm -> y, s                   x1, x2 -> npu_add_rms_norm -> y, s          fuse
+    copy_(mean, a); copy_(var, b)                           _foreach_copy_([mean, var], [a, b])         join
 
 The rules, the matcher and the reasons for what did not match live in `graphex.fusion`. Attention is lifted earlier:
 torch takes a call of it apart while it is traced, so `graphex.frontend.dynamo_graph` replaces the call before, where no
@@ -11,18 +12,22 @@ graph has a name yet, and leaves a note on the nodes that come of it. `LiftAtten
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from graphex.analysis import node_line, placement, same_layout
+from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of, users_rules
 from graphex.ops import SPECS, has_kernel
 from graphex.records import NO_KERNELS, RuleTried
 from graphex.rewrite.base import GraphPass, Refusal, Work
+from graphex.rewrite.metadata import inherit_all
 
 
 class FusePatterns(GraphPass):
@@ -50,6 +55,91 @@ class FuseJointPatterns(GraphPass):
 
     def apply(self, work: Work) -> None:
         _apply(work, rules_in_use(work, joint=True))
+
+
+aten = torch.ops.aten
+JOINED: dict[Any, Any] = {
+    aten.copy_.default: aten._foreach_copy_.default,
+    aten.add_.Tensor: aten._foreach_add_.Scalar,
+}
+JOINED_ON = ("cuda",)  # devices where a launch costs more than what it writes
+LARGEST = 2**16  # elements: a larger write keeps the device busy by itself
+
+
+class JoinWrites(GraphPass):
+    """Write many small inputs by one op: the statistics of batch norms, and their counters, in a training forward."""
+
+    name = "join_writes"
+    rule = "join_writes"
+
+    def concerns(self, graph: Graph) -> bool:
+        return any(len(run) > 1 for run in _adjacent_writes(graph))
+
+    def apply(self, work: Work) -> None:
+        if work.phase != "forward":
+            return
+        for run in list(_adjacent_writes(work.graph)):
+            if not _are_apart(work, run):
+                continue
+            kinds: dict[Hashable, list[Node]] = {}
+            for node in run:
+                value = node.meta["val"]
+                number = None if node.target is aten.copy_.default else node.args[1]
+                kinds.setdefault((node.target, value.dtype, value.device, number), []).append(node)
+            behind = run[-1].next
+            for nodes in kinds.values():
+                if len(nodes) > 1:
+                    self._join(work, nodes, behind)
+
+    def _join(self, work: Work, nodes: list[Node], behind: Node) -> None:
+        targets, others = ([node.args[place] for node in nodes] for place in (0, 1))
+        second = others if nodes[0].target is aten.copy_.default else others[0]
+        with work.graph.inserting_before(behind):
+            joined = work.graph.call_function(JOINED[nodes[0].target], (targets, second))
+        joined.meta["val"] = None
+        inherit_all(joined, nodes)
+        because = f"{len(nodes)} small writes to different memory are one launch"
+        names, line = [node.name for node in nodes], node_line(nodes[0])
+        work.fused(names, [joined], rule=self.rule, because=because, line=line)
+        for node in nodes:
+            work.graph.erase_node(node)
+
+
+def _adjacent_writes(graph: Graph) -> Iterator[list[Node]]:
+    """Runs of small writes with nothing between them."""
+    run: list[Node] = []
+    for node in graph.nodes:
+        if _is_small_write(node):
+            run.append(node)
+        elif run:
+            yield run
+            run = []
+
+
+def _is_small_write(node: Node) -> bool:
+    """Whether it adds a number to a small tensor, or copies one of the same layout, and nothing reads its result."""
+    if node.target not in JOINED or node.users or node.kwargs or len(node.args) != 2 or placement(node) is not None:
+        return False
+    target, other = node.args
+    values = [each.meta.get("val") if isinstance(each, Node) else each for each in (target, other)]
+    value, second = values
+    if not isinstance(value, torch.Tensor) or value.device.type not in JOINED_ON or not known_contiguous(value):
+        return False
+    if not all(isinstance(size, int) for size in value.shape) or not 0 < prod(value.shape) <= LARGEST:
+        return False
+    if node.target is aten.add_.Tensor:
+        return type(second) is int and not value.dtype.is_complex and value.dtype != torch.bool
+    is_alike = isinstance(second, torch.Tensor) and (second.dtype, second.device) == (value.dtype, value.device)
+    return is_alike and same_layout(second, value)
+
+
+def _are_apart(work: Work, run: list[Node]) -> bool:
+    """Whether no write of a run reads or writes what another one writes."""
+    aliases = work.aliases
+    written = [aliases.written_by(node) for node in run]
+    read = [aliases.storages(node.args[1]) if isinstance(node.args[1], Node) else frozenset() for node in run]
+    everything = frozenset().union(*written)
+    return sum(map(len, written)) == len(everything) and everything.isdisjoint(frozenset().union(*read))
 
 
 def rules_in_use(work: Work, joint: bool = False) -> list[Any]:

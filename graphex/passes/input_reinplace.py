@@ -23,12 +23,12 @@ import torch
 from torch.fx import Node, map_arg
 
 from graphex.analysis import Aliases, known_equal, node_line, same_layout, written_arguments
-from graphex.analysis.aliasing import Storage, shares_offset_with
+from graphex.analysis.aliasing import Storage
 from graphex.analysis.dependencies import NO_WRITES, writes_to
 from graphex.analysis.effects import PURE_NAMESPACES, operator_of
 from graphex.analysis.inplace_variants import has_unproven_variant, inplace_variant
 from graphex.analysis.memory import bytes_of, unordered_update
-from graphex.analysis.shapes import same_offset
+from graphex.analysis.shapes import same_offset, shares_offset_with
 from graphex.passes import reinplace
 from graphex.passes.updates import (
     WINDOWS,

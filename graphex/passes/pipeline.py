@@ -8,7 +8,8 @@
     fuse   named ops become fused ops, a user's rules first
     post   the user's passes, after ours
     memory inputs are written in place again; the graph is not functional from here on. Rules that need a write in place
-           run next. After `region`, parts of a cat are computed in place, and dead intermediates are written over
+           run next. After `region`, parts of a cat are computed in place, dead intermediates are written over, small
+           writes are joined
     region what is left is compiled by Inductor: after the writes, which stay outside, are known
     tidy   dead code that the stages before have left
     streams
@@ -32,7 +33,7 @@ from graphex.errors import OptionError, did_you_mean
 from graphex.fusion.rules import users_rules
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts
-from graphex.passes.fuse import FuseJointPatterns, FusePatterns, LiftAttention, LiftIdioms
+from graphex.passes.fuse import FuseJointPatterns, FusePatterns, JoinWrites, LiftAttention, LiftIdioms
 from graphex.passes.input_reinplace import RestoreInputWrites
 from graphex.passes.place import PlaceNodes
 from graphex.passes.projections import FoldGates, FoldProjections
@@ -69,7 +70,7 @@ LAST: Stages = (
     *_stage("place", PlaceNodes()),
     *_stage("memory", RestoreInputWrites(), WriteRotaryToCache(), JoinRotaryAndAttention()),
     *_stage("region", CompileRegions()),
-    *_stage("memory", WritePartsOfCat(), ReuseDeadMemory()),
+    *_stage("memory", WritePartsOfCat(), ReuseDeadMemory(), JoinWrites()),
     *_stage("tidy", RemoveDeadCode()),
     *_stage("streams", ScheduleStreams(), CheckDeadlocks()),
 )

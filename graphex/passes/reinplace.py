@@ -30,6 +30,7 @@ with, and must be sums and products of sizes of the inputs.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -398,8 +399,7 @@ class WritePartsOfCat(GraphPass):
     def _rewrite(self, work: Work, node: Node, plan: CatPlan) -> None:
         value, dim, parts = node.meta["val"], _dim(node), plan.parts
         direct = [part.node for part in parts if part.out is not None]
-        order = {each: position for position, each in enumerate(work.graph.nodes)}
-        with work.graph.inserting_before(min(direct, key=order.__getitem__)):
+        with work.graph.inserting_before(min(direct)):
             options = {"dtype": value.dtype, "device": value.device, "layout": value.layout, "pin_memory": False}
             buffer = _call(work, aten.empty.memory_format, (plan.shape,), options, node, value)
         for part in parts:
@@ -427,11 +427,12 @@ def _plan(node: Node, sizes: Sizes) -> CatPlan | Refusal:
     if not known_contiguous(value):
         return Refusal("the result is not contiguous")
     bytes_saved, outs = 0, []
+    occurrences = Counter(operands)
     for operand in operands:
         part = operand.meta.get("val") if isinstance(operand, Node) else None
         if not isinstance(operand, Node) or not isinstance(part, torch.Tensor) or part.dim() != value.dim():
             return Refusal("an operand has another rank (an empty tensor of rank 1 is skipped by cat)")
-        out = _writer(node, operand, operands.count(operand))
+        out = _writer(node, operand, occurrences[operand])
         bytes_saved += bytes_of(operand) if out is not None else 0
         outs.append((operand, out))
     if not bytes_saved:

@@ -9,7 +9,8 @@ line says what is compiled, from `PATIENCE` seconds on.
 In a trial, compiled code is timed against the same nodes as single kernels, and stays if it is no slower. On a GPU both
 are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
 Code that launches a third less kernels than the nodes is certain to be faster there, and is taken untried. On a CPU
-both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more.
+both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more,
+also in the time that threads of this process had a core.
 GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
 pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from shutil import which
@@ -417,9 +418,10 @@ def layout_key(value: Any) -> Hashable:
 COMPILED, SINGLE = "compiled", "single kernels"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
-LONGEST = 1.0  # seconds, after which no round is begun
+LONGEST, PATIENT = 1.0, 10.0  # seconds, after which no round is begun, and if code seems to be slower
 CLOSE = 1.2  # times that differ by less may be the other way round in the next round
 SMALLEST, WIDE = 1.02, 2.0  # how much faster single kernels have to be, and in a doubtful measurement
+FAR = 10.0  # no code is slower by so much, unless something is wrong with the measurement or with the code
 SPREAD = 1.5  # a usual call takes so much longer than the shortest: something else runs too
 HELD = 0.5  # the part of the time in which this thread has a core; with less, something else runs too
 CERTAIN = 2 / 3  # compiled code launches at most this part of the kernels: it is faster
@@ -475,32 +477,68 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
     args = made_up(body, 2**30)
     if args is None:
         return Outcome()
-    (compiled, single), is_doubtful = _shortest((lambda: code.run(list(args)), lambda: body(*args)))
-    return Outcome(compiled <= single * (WIDE if is_doubtful else SMALLEST), compiled, single, is_doubtful)
+    compiled, single = Timed(lambda: code.run(list(args))), Timed(lambda: body(*args))
+    is_doubtful = _time(compiled, single)
+    seconds = min(compiled.seconds), min(single.seconds)
+    return Outcome(not _is_slower(compiled, single, is_doubtful), *seconds, is_doubtful)
 
 
-def _shortest(runs: Sequence[Callable[[], object]]) -> tuple[list[float], bool]:
-    """The shortest call of each, in rounds that call each once, and whether they are doubtful.
+@dataclass
+class Timed:
+    """A function, and of each call the seconds that passed, and those that threads of this process had a core."""
 
-    Rounds go on for as long as the calls are close or doubtful.
+    run: Callable[[], object]
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+
+    def call(self) -> None:
+        began, had = time.perf_counter(), time.process_time()
+        self.run()
+        self.seconds.append(time.perf_counter() - began)
+        self.busy.append(time.process_time() - had)
+
+    @property
+    def is_spread(self) -> bool:
+        return median(self.seconds) > SPREAD * min(self.seconds)
+
+
+def _time(compiled: Timed, single: Timed) -> bool:
+    """Call both in rounds, and say whether what is measured is doubtful.
+
+    Rounds go on for as long as the calls are close or doubtful. A few are made in any case before code is found slower:
+    threads that wait for a core make a call take a hundred times as long, and the next one may be as it should.
     """
-    for run in runs:
-        run()  # warms up
-    calls: list[list[float]] = [[] for _ in runs]
+    for each in (compiled, single):
+        each.run()  # warms up
     began, held = time.perf_counter(), time.thread_time()
     for number in range(1, MOST_ROUNDS + 1):
-        for run, seconds in zip(runs, calls, strict=True):
-            called = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - called)
-        shortest, passed = list(map(min, calls)), time.perf_counter() - began
-        is_doubtful = time.thread_time() - held < HELD * passed or any(
-            median(seconds) > SPREAD * min(seconds) for seconds in calls
+        compiled.call()
+        single.call()
+        passed, shortest = time.perf_counter() - began, [min(compiled.seconds), min(single.seconds)]
+        is_doubtful = (
+            time.thread_time() - held < HELD * passed
+            or compiled.is_spread
+            or single.is_spread
+            or shortest[0] > FAR * shortest[1]
         )
+        is_enough = number >= ROUNDS or shortest[0] <= SMALLEST * shortest[1] or passed > PATIENT
         is_clear = number >= ROUNDS and max(shortest) > CLOSE * min(shortest)
-        if (is_clear and not is_doubtful) or passed > LONGEST:
+        if (is_clear and not is_doubtful) or (is_enough and passed > LONGEST):
             break
-    return shortest, is_doubtful
+    return is_doubtful
+
+
+def _is_slower(compiled: Timed, single: Timed, is_doubtful: bool) -> bool:
+    """Whether compiled code was shown to be slower. In doubt it has to take far longer in every round, and keep the
+    cores busy for far longer: what waits for other programs, or for threads without a core, is not slow by itself.
+    """
+    if len(compiled.seconds) < ROUNDS:
+        return False
+    if not is_doubtful:
+        return min(compiled.seconds) > SMALLEST * min(single.seconds)
+    rounds = zip(compiled.seconds, single.seconds, strict=True)
+    is_always = min(compiled.seconds) > WIDE * min(single.seconds) and all(one > other for one, other in rounds)
+    return is_always and min(compiled.busy) > WIDE * min(single.busy)
 
 
 def made_up(body: GraphModule, room: int) -> list[Any] | None:

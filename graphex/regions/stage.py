@@ -19,13 +19,14 @@ backward reads the mask, which is saved: nothing is drawn twice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import count
 from math import isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import is_effectful, node_line, placement
 from graphex.analysis.dependencies import can_raise
@@ -83,9 +84,10 @@ class CompileRegions(GraphPass):
     name = "compile_regions"
     option = "regions"
     rule = "region"
+    channels_last = "channels_last"  # made on the joint graph of a training step, before it is cut
 
     def rules(self) -> tuple[str, ...]:
-        return self.rule, SEEDED
+        return self.rule, SEEDED, self.channels_last
 
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
@@ -114,8 +116,8 @@ class CompileRegions(GraphPass):
         patches = settings(work.config)
         compiled = _awaited(growth.plans, patches) if later else self._compiled(work, growth.plans, patches, device)
         bring_together(work.gm, [plan.nodes for plan, _ in compiled])
-        for number, (plan, code) in enumerate(compiled):
-            _put(work, plan, code, f"region_{number}")
+        for (plan, code), name in zip(compiled, _names(work.gm), strict=False):
+            _put(work, plan, code, name)
 
     def _is_compiled_later(self, work: Work, plans: list[RegionPlan]) -> bool:
         """Whether the first calls do without compiled code, as the user asks for; a reason against it is on record."""
@@ -138,11 +140,12 @@ class CompileRegions(GraphPass):
             kinds.setdefault(key, plan)
         made = self._each_made(work, kinds, patches, device)
         kept: list[tuple[RegionPlan, RegionCode]] = []
+        names = _names(work.gm)
         for key, plan in zip(keys, plans, strict=True):
             if (found := made[key]) is None:
                 continue
             code, outcome = found
-            name = f"region_{len(kept)}" if outcome.is_kept else ""
+            name = next(names) if outcome.is_kept else ""
             _note(work, name, plan, code, outcome, is_new=plan is kinds[key])
             if outcome.is_kept:
                 kept.append((plan, code))
@@ -354,6 +357,11 @@ def _put(work: Work, plan: RegionPlan, code: RegionCode, name: str) -> None:
     work.fused(
         names, [call], rule=CompileRegions.rule, because="Inductor compiles these nodes as one function", line=line
     )
+
+
+def _names(gm: GraphModule) -> Iterator[str]:
+    """Names for the regions of a graph: a module or a tensor that a pass has put there keeps its own."""
+    return (name for number in count() if not hasattr(gm, name := f"region_{number}"))
 
 
 def _awaited(plans: list[RegionPlan], patches: dict[str, Any]) -> list[tuple[RegionPlan, RegionCode]]:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.analysis import Aliases
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
@@ -99,7 +98,7 @@ class CapturedProgram(program.GraphProgram):
         self._error_mode, self._captures_first = config.capture_error_mode, config.capture_first_call
         self._shares_pool = config.reuse_graph_pool_in_same_fx
         self._frees_in_order = graph.streams is None  # memory that one stream has read may still be read by another
-        aliases = Aliases(gm.graph)
+        aliases = graph.aliases
         plan = self._plan = CapturePlan.of(gm, aliases, device, static_inputs, config, kinds, from_pieces, tail)
         super().__init__([*plan.written, *plan.moving])
         known = counts(gm) if from_pieces is None else {}  # the program around all pieces counts writes to its inputs

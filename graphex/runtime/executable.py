@@ -104,7 +104,7 @@ def _program(graph: ExecutableGraph) -> Program:
     gm, config = graph.gm, graph.compilation.config
     if config.stream_safety == "shuffle" and stream_plan(gm.graph) is not None:
         return Eager(graph.tools.in_random_orders(graph.name, gm, graph.counter), graph.written)
-    run = counted(generated(graph), gm)
+    run = counted(generated(graph), graph)
     if not _may_be_captured(graph):
         return Eager(run, graph.written)
     division = divide(gm, graph.device)
@@ -215,9 +215,9 @@ def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
     if graph.phase == "backward":
         return dict.fromkeys(range(len(leaves)), "kept")
     returned = graph.gm.graph.output_node().meta.get(RETURNED, len(leaves))
-    seen = _sharing_memory(graph.gm, leaves[:returned])
+    seen = _sharing_memory(graph.gm, graph.aliases, leaves[:returned])
     saved = [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
-    shown = _large_results(graph.gm, returned) if graph.compilation.config.clone_output == "auto" else []
+    shown = _large_results(graph, returned) if graph.compilation.config.clone_output == "auto" else []
     return {**dict.fromkeys(shown, "shown"), **dict.fromkeys(saved, "kept")}
 
 
@@ -226,14 +226,14 @@ def saved_and_seen(gm: GraphModule) -> tuple[int, list[int]]:
     leaves = output_leaves(gm)
     returned = gm.graph.output_node().meta.get(RETURNED, len(leaves))
     given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
-    seen = _sharing_memory(gm, [*given, *leaves[:returned]])
+    seen = _sharing_memory(gm, Aliases(gm.graph), [*given, *leaves[:returned]])
     return len(leaves), [place for place in range(returned, len(leaves)) if leaves[place] in seen]
 
 
-def _large_results(gm: GraphModule, returned: int) -> list[int]:
+def _large_results(graph: ExecutableGraph, returned: int) -> list[int]:
     """The results of a forward that are large, in memory that no input, constant or other output is in."""
-    leaves, aliases = output_leaves(gm), Aliases(gm.graph)
-    given = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    leaves, aliases = output_leaves(graph.gm), graph.aliases
+    given = [node for node in graph.gm.graph.nodes if node.op in ("placeholder", "get_attr")]
     others = [*given, *(leaf for leaf in leaves if isinstance(leaf, Node))]
     owners = Counter(storage for node in others for storage in aliases.storages(node))
     return [
@@ -249,7 +249,7 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
     pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
     placeholders, leaves = graph.gm.graph.find_nodes(op="placeholder"), output_leaves(graph.gm)
     stable = {placeholders[index] for index in graph.static_inputs}
-    kept = _sharing_memory(graph.gm, [leaves[place] for place in _kept_by_torch(graph)])
+    kept = _sharing_memory(graph.gm, graph.aliases, [leaves[place] for place in _kept_by_torch(graph)])
     # Where results stay in place, a later piece of the same call would write to those of an earlier one.
     in_time = division.captured[:-1] if graph.compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
@@ -290,12 +290,11 @@ def _piece(graph: ExecutableGraph, number: int, piece: Piece) -> ExecutableGraph
     )
 
 
-def _sharing_memory(gm: GraphModule, leaves: Sequence[Any]) -> set[Node]:
+def _sharing_memory(gm: GraphModule, aliases: Aliases, leaves: Sequence[Any]) -> set[Node]:
     """The nodes that may share memory with some of these leaves: one piece may return a view of another's value."""
     wanted = [leaf for leaf in leaves if isinstance(leaf, Node)]
     if not wanted:
         return set()
-    aliases = Aliases(gm.graph)
     memory = frozenset().union(*map(aliases.storages, wanted))
     return {node for node in gm.graph.nodes if not memory.isdisjoint(aliases.storages(node))}
 

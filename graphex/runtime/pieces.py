@@ -78,7 +78,9 @@ def why_not_captured(node: Node, device: Device) -> str:
     if node.op in ("placeholder", "get_attr", "output") or does_nothing(node):
         return ""
     value = node.meta.get("val")
-    read = [argument.meta.get("val") for argument in node.all_input_nodes]
+    # A part of a tuple reads that part, which is its value: a region may have a thousand others.
+    given = () if node.target is operator.getitem else node.all_input_nodes
+    read = [argument.meta.get("val") for argument in given]
     if any(not device.holds(leaf) for leaf in _tensors(value)):
         return "its result is in the memory of the host"
     hosts = [leaf for leaf in _tensors(read) if not device.holds(leaf)]
@@ -431,7 +433,7 @@ class Piecewise(GraphProgram):
         self._pool, self._device, self._counter = pool, graph.device, graph.counter
         self._functional = graph.functional
         self._calls = 0
-        self._run = counted(self._run_steps, gm, in_pieces=True)
+        self._run = counted(self._run_steps, graph, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
             for node in piece.outputs:

@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,9 +98,14 @@ class ExecutableGraph:
     def counter(self) -> Counter[str]:
         return self.compilation.journal.counter(self.name)
 
+    @cached_property
+    def aliases(self) -> Aliases:
+        """The facts about its memory. No pass comes any more, so they stay true."""
+        return Aliases(self.gm.graph)
+
     @property
     def written(self) -> list[int]:
-        return Aliases(self.gm.graph).written_inputs()
+        return self.aliases.written_inputs()
 
     @property
     def folder(self) -> str:
@@ -389,9 +395,10 @@ def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
         set_versions(seen, before)
 
 
-def counted(run: Boxed, gm: GraphModule, *, in_pieces: bool = False) -> Boxed:
+def counted(run: Boxed, graph: ExecutableGraph, *, in_pieces: bool = False) -> Boxed:
     """`run` counts the writes of its ops, or of each piece; the result counts those of the user's program."""
-    aliases, inputs = Aliases(gm.graph), gm.graph.find_nodes(op="placeholder")
+    gm, aliases = graph.gm, graph.aliases
+    inputs = gm.graph.find_nodes(op="placeholder")
     wrong = {
         place: count
         for place, count in counts(gm).items()

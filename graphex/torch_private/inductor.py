@@ -19,8 +19,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -136,6 +138,9 @@ _KNOWN: dict[str, type[_Later]] = {"extern_kernels": _Kernels, "GraphLowering": 
 F = TypeVar("F", bound=Callable[..., Any])
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
+_SOURCES = "torch._inductor.codecache.torch_key"
+_KERNELS = "torch._inductor.runtime.triton_heuristics"
+_CODE = "torch._inductor.runtime.compile_tasks"  # modules of code are in sys.modules under it
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
 _FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
 _ISA_OK = {"cpp.vec_isa_ok": True}
@@ -296,7 +301,23 @@ def known_instruction_set() -> dict[str, Any]:
         return {}
     with config.patch(_ISA_OK):
         named = tried.__wrapped__()
+    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    if any(getattr(each, "_is_avx512_bf16_supported", has_bf16) != has_bf16 for each in tried()):
+        return {}
     return _ISA_OK if list(map(str, named)) == list(map(str, tried())) else {}
+
+
+@contextmanager
+def _without_trials(is_known: bool) -> Iterator[None]:
+    """Instruction sets are not tried if trials are known to succeed. The setting alone spares one of three."""
+    sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ()) if is_known else ()
+    for each in sets:
+        each.check_build = lambda code: True
+    try:
+        yield
+    finally:
+        for each in sets:
+            vars(each).pop("check_build", None)
 
 
 def packed_code(code: OutputCode) -> bytes:
@@ -305,12 +326,62 @@ def packed_code(code: OutputCode) -> bytes:
         raise TypeError(f"this Inductor returns {type(code).__name__}")
     portable = copy.copy(code)
     portable.prepare_for_serialization()
+    with suppress(Exception):  # then the next process does as Inductor's own would: it compiles and measures again
+        portable._triton_bundle = _with_every_block_size(code)
     for name, nothing in _FOR_LOGS.items():
         if hasattr(portable, name):
             setattr(portable, name, nothing)
     # Functions among the settings were for compiling; loading them would import the code generators.
     portable.fx_kwargs = {name: value for name, value in portable.fx_kwargs.items() if not callable(value)}
-    return pickle.dumps(portable)
+    return pickle.dumps((portable, find(_SOURCES)()))
+
+
+def _with_every_block_size(code: OutputCode) -> Any:
+    """The Triton kernels of code as they are in this process, with the block sizes that were added to them.
+
+    Where a reduction uses many registers, Inductor compiles it again with a smaller block, after it has stored it, and
+    measures both in its first call. Every process would do that again, for seconds in a training step of ResNet-50.
+    Here both are stored, and the choice is left where Inductor looks for those of other kernels. Newer torch keeps it.
+    """
+    bundle, module = code._triton_bundle, sys.modules.get(f"{_CODE}.{code.cache_key}")
+    if module is None or not bundle or not bundle.static_autotuners:
+        return bundle
+    look_up = find(f"{_KERNELS}.check_autotune_cache")
+    if len(signature(look_up).parameters) != 3:  # it minds these block sizes
+        return bundle
+    folder_of = find(f"{_KERNELS}.triton_hash_to_path_key")
+    stored = {each.kernel_hash for each in bundle.kernel_artifacts}
+    kernels = []
+    for entry in bundle.static_autotuners:
+        kernel, before = vars(module).get(entry.kernel_name), entry.kernel.compile_results
+        added = getattr(kernel, "compile_results", [])[len(before) :]
+        has_all = all(folder_of(each.kernel.hash) in stored for each in added)
+        if added and has_all and kernel is not entry.kernel and kernel.is_statically_launchable():
+            configs = [each.config for each in kernel.compile_results]
+            _, choices, _ = look_up(configs, kernel.filename, kernel.inductor_meta)
+            kernel.save_cache_hook = choices and choices.save
+            if choices and len(kernel.launchers) == 1:  # it was measured in a trial
+                choices.save(kernel.launchers[0].config, kernel.autotune_time_taken_ns)
+            entry = replace(entry, kernel=_with_results(entry.kernel, added, kernel.save_cache_hook))
+        kernels.append(entry)
+    return replace(bundle, static_autotuners=kernels)
+
+
+def _with_results(kernel: Any, added: Sequence[Any], save_choice: Any) -> Any:
+    """A stored kernel with more results of its compilation, to which no process adds others."""
+    made = copy.copy(kernel)
+    made.compile_results, made.save_cache_hook = [*kernel.compile_results, *map(_unloaded, added)], save_choice
+    made.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
+    pickle.dumps(made)  # raises before it stands in the way of everything else
+    return made
+
+
+def _unloaded(result: Any) -> Any:
+    """A compiled kernel as another process takes it: without what was loaded here."""
+    result = copy.copy(result)
+    result.kernel = copy.copy(result.kernel)
+    vars(result.kernel).pop("C_impl", None)
+    return result
 
 
 def unpacked_code(
@@ -318,17 +389,52 @@ def unpacked_code(
 ) -> OutputCode:
     """The code that was packed, to be called here. `data` must come from a file that only this user can have written.
 
-    The steps are those of Inductor's own cache after a hit. There is nothing to compile, so it starts no worker
-    processes: a program that ends soon would wait for them.
+    There is nothing to compile, so it starts no worker processes: a program that ends soon would wait for them.
     """
-    cache, boxed = find("torch._inductor.codecache.FxGraphCache"), find("torch._inductor.utils.BoxedBool")
+    boxed = find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
-    with _tracing(fake_mode), find("torch._inductor.config").patch({**patches, "compile_threads": 1}):
-        code, _ = import_code(lambda: cache.cache_hit_post_compile(pickle.loads(data), {}, constants))
-        if code is None:
-            raise OSError("Inductor cannot write the code to its folder")
+    settings = find("torch._inductor.config").patch({**patches, "compile_threads": 1})
+    with _tracing(fake_mode), settings, _without_trials(is_known=bool(patches.keys() & _ISA_OK.keys())):
+        code = import_code(lambda: _imported(*pickle.loads(data), constants))
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
+
+
+def _imported(code: OutputCode, sources: bytes, constants: Any) -> OutputCode:
+    """Code with its kernels and its function. These are steps of Inductor's own cache after a hit.
+
+    Its other steps are notes for logs, and a search for tuned kernels on other machines. That asks for a hash of
+    Triton's library of 400 MB, 0.4 s, whether it is switched on or not.
+    """
+    if find("torch._inductor.config").bundled_autotune_remote_cache:
+        found, _ = find("torch._inductor.codecache.FxGraphCache").cache_hit_post_compile(code, {}, constants)
+        if found is None:
+            raise OSError("Inductor cannot write the code to its folder")
+        return found
+    with _sources_known(sources):
+        if code._triton_bundle:
+            find("torch._inductor.triton_bundler.TritonBundler").read_and_emit(code._triton_bundle)
+        code.after_deserialization(constants)
+    return code
+
+
+@contextmanager
+def _sources_known(hash: bytes) -> Iterator[None]:
+    """Kernels are found under the hash of torch's sources that the process had which stored them.
+
+    Inductor would read all of torch for it, 0.1 s. The key of what is stored has the version of torch. What else is
+    compiled in this process has the hash that Inductor computes.
+    """
+    known = find(_SOURCES)
+    try:
+        known.set(hash)
+    except (AssertionError, RuntimeError, AttributeError):  # it is computed already, or cannot be set
+        yield
+        return
+    try:
+        yield
+    finally:
+        known.clear()
 
 
 def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:

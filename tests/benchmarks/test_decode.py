@@ -173,6 +173,8 @@ def test_rows_that_time_kernels_in_turn_compile_together() -> None:
     jobs = [Job(STEP, variant) for variant in (DEFAULT, AUTOTUNE, AUTOTUNE_MARKED)]
     _, store = measured(jobs, together=3, in_turn=True)
     assert [each.compiled for each in store.rows] == ["alone", "beside 1 more", "beside 1 more"]
+    _, store = measured([Job(STEP, variant) for variant in (AUTOTUNE, EAGER, DEFAULT)], together=3, in_turn=True)
+    assert [each.compiled for each in store.rows] == ["beside 1 more", "beside 1 more", "alone"]
 
 
 def test_a_row_with_kernels_of_others_says_so() -> None:

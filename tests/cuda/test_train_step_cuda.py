@@ -100,3 +100,47 @@ def test_a_step_with_compiled_regions_is_one_replay(where, monkeypatch):
         close(step(x, y), plain(x, y).detach())
     assert [count(step, "captured"), *reasons(step)] == [1]
     assert step.journal.regions
+
+
+class Images(nn.Module):
+    """Convolutions and batch norms, with a flattened image behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 72, 3, bias=False), nn.BatchNorm2d(72), nn.ReLU(), nn.MaxPool2d(2))
+        self.body = nn.Sequential(nn.Conv2d(72, 72, 1), nn.BatchNorm2d(72), nn.ReLU(), nn.Conv2d(72, 72, 3, padding=1))
+        self.head = nn.Linear(72 * 16, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(functional.relu(self.body(x) + x).flatten(1))
+
+
+@pytest.mark.parametrize("as_one", [True, False], ids=["train_step", "compile"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_a_convolutional_step_computes_in_channels_last(as_one, dtype, where, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    mine, theirs = model_on(where, Images), model_on(where, Images)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (mine, theirs)]
+    compiled = torch.compile(mine, backend="graphex")
+    one = graphex.train_step(mine, functional.cross_entropy, optimizers[0], autocast=dtype)
+
+    def written(model, optimizer, x, y):
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+            loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    torch.manual_seed(5)
+    for _ in range(8):
+        x, y = torch.randn(16, 3, 10, 10, device=where), torch.randint(0, 5, (16,), device=where)
+        found = one(x, y) if as_one else written(compiled, optimizers[0], x, y)
+        torch.testing.assert_close(found.float(), written(theirs, optimizers[1], x, y).float(), rtol=0.05, atol=0.02)
+    states = (mine.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(*states, rtol=0.1, atol=0.05)
+    journal = one.journal if as_one else graphex.journal(compiled)
+    rules = [each.rule for each in journal.rewrites]
+    assert (rules.count("channels_last"), rules.count("join_writes")) == (1, 2)
+    assert [each.reason for each in journal.fallbacks] == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -194,3 +197,180 @@ def test_the_result_of_a_group_norm_is_computed_again_where_regions_compile_it(m
         if dtype == torch.float32:  # in 16 bits regions round at other places
             torch.testing.assert_close(found, torch.autograd.grad(model(x).sum(), [x, norm.weight, norm.bias]))
         assert (sum(saved(compiled).values()) >= x.numel() * x.itemsize) == is_saved
+
+
+# -- channels last -----------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+NODE_BY_NODE = {"disable_rules": ("region",)}  # without code of Inductor's, which takes seconds to compile
+
+
+@pytest.fixture
+def channels_last(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    monkeypatch.setattr("graphex.frontend.partition._CHANNELS_LAST_ON", ("cpu",))
+
+
+class Layouts:
+    """A pass that notes, of every convolution and derivative of one, whether all images and weights are laid out so."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def __call__(self, gm, example_inputs, config):
+        for node in gm.graph.nodes:
+            if node.target in CONVOLUTIONS:
+                values = [each.meta["val"] for each in node.all_input_nodes]
+                images = [value for value in values if value.dim() == 4]
+                self.found.append(all(value.is_contiguous(memory_format=torch.channels_last) for value in images))
+
+
+class Block(nn.Module):
+    """A residual block, as in a ResNet, with a pool before and a linear layer behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 72, 3, bias=False), nn.BatchNorm2d(72), nn.ReLU(), nn.MaxPool2d(2))
+        self.body = nn.Sequential(
+            *(nn.Conv2d(72, 72, 1, bias=False), nn.BatchNorm2d(72), nn.ReLU(), nn.Conv2d(72, 72, 3, padding=1)),
+        )
+        self.head = nn.Linear(72, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.head(functional.relu(self.body(x) + x).mean((2, 3)))
+
+
+class Flattened(nn.Module):
+    """Ops between convolutions and behind them that need their values row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 72, 3), nn.Conv2d(72, 6, 1)
+        self.norm = nn.GroupNorm(4, 72)
+
+    def forward(self, x):
+        features = functional.silu(self.norm(self.first(x)))
+        return self.second(features).flatten(1).cumsum(1), features
+
+
+def trained(model, run, x):
+    """The results of a step, the gradients and the statistics, and where they lie in memory."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    results = run(x)
+    results = results if isinstance(results, tuple) else (results,)
+    sum(each.float().square().mean() for each in results).backward()
+    tensors = [*results, x.grad, *(each.grad for each in model.parameters()), *model.buffers()]
+    return [each.detach().clone() for each in tensors], [each.stride() for each in tensors]
+
+
+def laid_out(compiled) -> int:
+    return [each.rule for each in graphex.journal(compiled).rewrites].count("channels_last")
+
+
+@pytest.mark.parametrize("make", [Block, Flattened])
+@pytest.mark.parametrize("options", [{}, NODE_BY_NODE], ids=["regions", "nodes"])
+def test_convolutions_of_both_graphs_read_channels_last_and_nothing_else_changes(channels_last, make, options):
+    torch.manual_seed(0)
+    model, x, layouts = make(), torch.randn(2, 3, 10, 10), Layouts()
+    reference = deepcopy(model)
+    compiled = compile_it(model, post_grad_custom_post_pass=layouts, **options)
+    for _ in range(2):
+        found, strides = trained(model, compiled, x)
+        wanted, as_eager = trained(reference, reference, x)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert strides == as_eager
+    assert laid_out(compiled) == 1
+    assert layouts.found == [True] * len(layouts.found)
+    assert len(layouts.found) == 2 * sum(isinstance(each, nn.Conv2d) for each in model.modules())
+
+
+def test_in_autocast_weights_are_cast_and_laid_out_at_once(channels_last):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 3, 10, 10)
+    reference, kinds = deepcopy(model), []
+
+    def copies(gm, example_inputs, config):
+        kinds.extend(node.target for node in gm.graph.nodes if node.target is torch.ops.aten.clone.default)
+
+    compiled = compile_it(model, post_grad_custom_post_pass=copies, **NODE_BY_NODE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = trained(model, compiled, x)
+        wanted, _ = trained(reference, reference, x)
+    torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.02)
+    assert laid_out(compiled) == 1
+    assert len(kinds) == 4  # gradients: of two weights of 3 by 3, of the image, and that of the mean on its way
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        ([nn.Conv2d(3, 72, 3)], {"region_numerics": "eager"}),
+        ([nn.Conv2d(3, 72, 3)], {"regions": False}),
+        ([nn.Conv2d(3, 72, 3)], {"disable_rules": ("channels_last", "region")}),
+        ([nn.Conv2d(3, 16, 3)], {}),
+        ([nn.Conv2d(3, 72, 3), nn.Conv2d(72, 72, 3, groups=2)], {}),
+        ([nn.Conv2d(3, 72, 3), nn.Conv2d(72, 16, 3)], {}),
+    ],
+    ids=["numerics", "no regions", "disabled", "few channels", "groups", "fewer channels"],
+)
+def test_convolutions_keep_their_layout_where_another_is_not_faster_or_not_wanted(channels_last, layers, options):
+    layouts, model = Layouts(), nn.Sequential(*layers)
+    options = {**options, "disable_rules": tuple({*options.get("disable_rules", ()), "region"})}
+    compiled = compile_it(model, post_grad_custom_post_pass=layouts, **options)
+    trained(model, compiled, torch.randn(2, 3, 9, 9))
+    assert laid_out(compiled) == 0
+    assert not any(layouts.found)
+
+
+def test_convolutions_of_symbolic_sizes_keep_their_layout(channels_last):
+    model = nn.Sequential(nn.Conv2d(3, 72, 3))
+    compiled = compile_it(model, dynamic=True, **NODE_BY_NODE)
+    reference = deepcopy(model)
+    x = torch.randn(2, 3, 9, 11)
+    torch.testing.assert_close(trained(model, compiled, x)[0], trained(reference, reference, x)[0])
+    assert laid_out(compiled) == 0
+
+
+def test_dropout_between_convolutions_draws_the_masks_of_eager(channels_last):
+    """Numbers are drawn in the order of memory."""
+    model = nn.Sequential(nn.Conv2d(3, 72, 3), nn.Dropout(0.5), nn.Conv2d(72, 72, 3))
+    reference, x = deepcopy(model), torch.randn(2, 3, 9, 9)
+    compiled, found = compile_it(model, **NODE_BY_NODE), []
+    for each, run in ((model, compiled), (reference, reference)):
+        torch.manual_seed(3)
+        found.append(trained(each, run, x)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert laid_out(compiled) == 1
+
+
+def test_a_layout_that_cannot_be_followed_leaves_the_graph_as_it_was(channels_last, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no fake for this")
+
+    monkeypatch.setattr("graphex.frontend.partition.evaluate", fails)
+    model = nn.Sequential(nn.Conv2d(3, 72, 3), nn.ReLU())
+    reference, x = deepcopy(model), torch.randn(2, 3, 9, 9)
+    compiled = compile_it(model, **NODE_BY_NODE)
+    with pytest.warns(graphex.GraphexWarning, match="keep their layout"):
+        found, _ = trained(model, compiled, x)
+    torch.testing.assert_close(found, trained(reference, reference, x)[0])
+    assert laid_out(compiled) == 0
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_running_statistics_are_saved_for_a_batch_norm_that_reads_them(trains):
+    given = []
+
+    def look(gm, example_inputs, config):
+        target = torch.ops.aten.native_batch_norm_backward.default
+        given.extend(node.args[3:5] for node in gm.graph.find_nodes(op="call_function", target=target))
+
+    norm = nn.BatchNorm1d(6).train(trains)
+    norm.running_mean.normal_()
+    reference, x = deepcopy(norm), torch.randn(8, 6)
+    compiled = compile_it(norm, post_grad_custom_post_pass=look)
+    torch.testing.assert_close(trained(norm, compiled, x), trained(reference, reference, x))
+    assert [all(each is None for each in statistics) for statistics in given] == [trains]

@@ -54,7 +54,7 @@ def bfloat16_is_exact() -> AbstractContextManager[Any]:
 
 
 FOUND_AT_ONCE: dict[str, Bug] = {
-    "nobody reads anything later": answer("readers_after", []),
+    "nobody reads anything later": answer("first_reader_after", None),
     "a copy may always be dropped": answer("why_not_same", None),
     "inputs are ours to overwrite": answer("is_owned_elsewhere", False),
     "writes are no effects": condition("passes.clean.is_effectful", False),

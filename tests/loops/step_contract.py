@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, ExponentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -479,6 +480,62 @@ def test_an_exponential_average_follows_the_parameters(where):
     close(trained(step, tokens(where)), [float(each) for each in wanted])
     close(list(step.average.parameters()), list(average.parameters()))
     assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "closed": lambda optimizer: CosineAnnealingLR(optimizer, 7),
+    "chained": lambda optimizer: ChainedScheduler([ConstantLR(optimizer, 0.1, 3), ExponentialLR(optimizer, 0.9)]),
+    "rarely": lambda optimizer: StepLR(optimizer, 4, 0.5),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("kind", [adam, partial(torch.optim.SGD, lr=0.1)], ids=["adam", "sgd"])
+def test_a_scheduler_is_stepped_by_a_method_that_was_taken_from_it(make, kind, where):
+    ended = []
+    for wrap in (graphex.train_step, lambda step: step):
+        model = model_on(where, mlp)
+        optimizer = kind(model) if kind is adam else kind(model.parameters())
+        scheduler = make(optimizer)
+        plain, after = written_out(model, optimizer), scheduler.step
+
+        def step(x, y, plain=plain, after=after):
+            loss = plain(x, y)
+            after()
+            return loss
+
+        losses = trained(wrap(step), points(where))
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert all(isinstance(rate, float) for rate in rates)
+        ended.append((losses, rates, dict(model.state_dict())))
+    close(*ended)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.update(lr=float(group["lr"]) * 0.7),
+        lambda group: group.update(lr=group["lr"] * 0.7),
+        lambda group: group.update(lr=operator.imul(group["lr"], 0.7)),  # group["lr"] *= 0.7
+    ],
+    ids=["number", "product", "in place"],
+)
+def test_a_rate_that_the_step_sets_is_set_in_every_step(change, where):
+    ended = []
+    for wrap in (graphex.train_step, lambda step: step):
+        model = model_on(where, mlp)
+        optimizer = adam(model)
+        plain = written_out(model, optimizer)
+
+        def step(x, y, plain=plain, group=optimizer.param_groups[0]):
+            loss = plain(x, y)
+            change(group)
+            return loss
+
+        losses = trained(wrap(step), points(where))
+        assert isinstance(optimizer.param_groups[0]["lr"], float)
+        ended.append((losses, optimizer.param_groups[0]["lr"], dict(model.state_dict())))
+    close(*ended)
 
 
 def test_an_averaged_model_is_updated_by_the_host(where):

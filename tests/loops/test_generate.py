@@ -505,3 +505,33 @@ def test_the_first_tokens_time_is_on_record(model):
     last = graphex.generation(model).last
     assert 0 < last.first_token_seconds < time.perf_counter() - started
     assert (last.batch, last.prompt, last.tokens) == (2, 7, 16)
+
+
+class Steered(torch.nn.Module):
+    """A layer with a choice that Python makes, in code that Dynamo does not trace."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.active, self.scales = layer, "one", {"one": 0.5, "other": -0.5}
+        self.step = torch.sin
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.step(x) * self.scales[self.active]
+
+
+def test_what_python_chooses_in_code_that_is_not_traced_is_chosen_in_every_generation(model):
+    steered = model.model.layers[0].mlp = Steered(model.model.layers[0].mlp)
+    changes = (
+        lambda: None,
+        lambda: setattr(steered, "active", "other"),
+        lambda: steered.scales.update(other=2.0),
+        lambda: setattr(steered, "step", torch.tanh),
+        lambda: setattr(steered.layer, "act_fn", torch.nn.ReLU()),
+    )
+    for change in changes:
+        change()
+        assert_same(model, prompt(), **GREEDY)
+        assert_same(model, prompt(), **GREEDY)
+    assert len(graphex.generation(model).journal.captures) == len(changes)
+    assert reasons(model) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphex
+from graphex.runtime.pieces import divide
 from tests.harness.capture import agree, compile_it, reasons, replays, statuses
 from tests.harness.host_ops import doubles, doubles_outside, kept, looks, looks_and_keeps
 
@@ -215,3 +217,16 @@ def test_a_piece_without_capture_is_why_what_it_makes_moves(tape):
             x = torch.randn(3, 4)
             torch.testing.assert_close(compiled(x, w), model(x, w))
     assert reasons(compiled)[-1].endswith("the piece of the graph that makes it runs without capture")
+
+
+def test_the_parts_of_a_tuple_are_looked_at_once_each():
+    """A region of a training step has hundreds of results, and every one of them is a node."""
+
+    def looked_at(results: int) -> int:
+        found: list[Tensor] = []
+        device = SimpleNamespace(holds=lambda value: not found.append(value))
+        gm = make_fx(lambda x: [part + 1 for part in x.split(1)], tracing_mode="fake")(torch.ones(results, 2))
+        assert not divide(gm, device).obstacles
+        return len(found)
+
+    assert looked_at(64) - looked_at(32) == 2 * (looked_at(32) - looked_at(16))
