@@ -369,10 +369,19 @@ class _Tensors:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[str]:
-    """Each node as text that is equal for equal nodes. `note` adds what else counts at a node; lines do not count."""
+Row = dict[str, str]
+
+
+def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[Row]:
+    """The properties of each node as texts that are equal for equal nodes: its call, and those of its tensor.
+
+    `note` adds what else counts at a node; lines do not count.
+    """
     data = packed_graph(graph)
     for node, each in zip(graph.nodes, data.nodes, strict=True):
-        meta = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS)}
-        yield repr((*each[:-1], meta, note(node)))
-    yield f"storages {data.storages}"
+        notes = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS, "val")}
+        value = each.meta.get("val")
+        properties = value._asdict() if isinstance(value, TensorData) else {"value": value}
+        call = (each.target, each.args, each.kwargs, notes, note(node))
+        yield {"name": each.name, "op": each.op, "call": repr(call), **{of: repr(it) for of, it in properties.items()}}
+    yield {"storages": repr(data.storages)}

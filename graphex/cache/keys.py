@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -33,7 +32,7 @@ from graphex.analysis.asynchronous import declarations as asynchronous_declarati
 from graphex.analysis.dependencies import writes_to
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.inplace_variants import declarations as variant_declarations
-from graphex.cache.graphs import graph_rows
+from graphex.cache.graphs import Row, graph_rows
 from graphex.cache.sources import NoFingerprintError, fingerprint
 from graphex.config import AnyRule, CompilerConfig
 from graphex.fusion.rules import users_rules
@@ -55,7 +54,7 @@ class Key:
 
     name: str
     parts: Parts
-    rows: list[str]
+    rows: list[Row]
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -101,7 +100,7 @@ def key_of(
     """
     parts = key_parts(devices_of(gm), config, decompositions, phase)
     parts["about"] = {what: repr(value) for what, value in about.items()}
-    rows = [*graph_rows(gm.graph, lambda node: _noted(gm, node)), f"conditions {conditions}"]
+    rows = [*graph_rows(gm.graph, lambda node: _noted(gm, node)), {"conditions": repr(conditions)}]
     return Key(name, parts, rows, lines)
 
 
@@ -324,28 +323,16 @@ def _of_rows(now: Key, before: Key) -> str:
         min(len(now.rows), len(before.rows)) - 1,
     )
     here, there = now.rows[place], before.rows[place]
-    if not here.startswith("("):
-        return f"its {here.partition(' ')[0]} differ: {_apart(there, here)}"
-    what = "the input" if "'placeholder'" in here[:200] else "the node"
-    name = here.split("'")[1] if "'" in here else "?"
+    properties = sorted({**here, **there}, key=lambda of: of == "name")  # names follow from what is called
+    changed = next(of for of in properties if here.get(of) != there.get(of))
+    is_long = "name" not in here or changed in ("call", "value")
+    old, new = there.get(changed, "absent"), here.get(changed, "absent")
+    how = _apart(old, new) if is_long else f"its {changed} changed from {old} to {new}"
+    if "name" not in here:
+        return f"its {changed} differ: {how}"
     line = now.lines[place] if place < len(now.lines) else ""
     where = f" ({line})" if line else ""
-    return f"{what} '{name}' differs{where}: {_of_tensors(there, here) or _apart(there, here)}"
-
-
-_TENSOR = re.compile(
-    r"TensorData\(sizes=(?P<sizes>.*?), strides=(?P<strides>.*?), offset=(?P<offset>.*?), dtype=(?P<type>.*?), "
-    r"device=(?P<device>device\(.*?\)), storage=.*?, requires_grad=(?P<requires_grad>\w+)\)"
-)
-
-
-def _of_tensors(before: str, now: str) -> str:
-    """The first property in which the only tensors of two rows differ; empty if something else does."""
-    there, here = list(_TENSOR.finditer(before)), list(_TENSOR.finditer(now))
-    if len(there) != 1 or len(here) != 1 or _TENSOR.sub("", before) != _TENSOR.sub("", now):
-        return ""
-    old, new = there[0].groupdict(), here[0].groupdict()
-    return next((f"its {name} changed from {old[name]} to {new[name]}" for name in old if old[name] != new[name]), "")
+    return f"the {'input' if here['op'] == 'placeholder' else 'node'} '{here['name']}' differs{where}: {how}"
 
 
 def _common(one: str, other: str) -> int:

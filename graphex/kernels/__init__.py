@@ -8,8 +8,8 @@ How a call moves through this room: the op binds its arguments; the launcher loo
 strides, or makes one; the plan allocates the results and launches the kernel.
 
 Read `layout.py` (tensors as rows, options as a kernel takes them), `arithmetic.py` and `launch.py` first, then a
-family: `quant`, `norm`, `tokens`, `rotary`, `experts`, `grouped`. `linears` and `attention` try several configurations
-of a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and keeps the choice;
-`tuned/` has choices that come with graphex. `compiled.py` compiles kernels in threads, and finds those that a process
-before has compiled.
+family: `activations`, `norm`, `tokens`, `rotary`, `experts`, `grouped`. `linears` and `attention` try several
+configurations of a job: `tuning.py` times them in the first call of a kind, never while a graph is captured, and keeps
+the choice; `tuned/` has choices that come with graphex. `compiled.py` compiles kernels in threads, and finds those that
+a process before has compiled.
 """

@@ -23,9 +23,9 @@ from graphex.kernels.experts_kernel import rounded
 from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
 from graphex.kernels.tokens import inside
+from graphex.ops.activations import ranged
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.npu_layers import only
-from graphex.ops.quant import ranged
 
 HALF = (torch.float16, torch.bfloat16)
 PROGRAMS = 264  # two for each multiprocessor: with fewer, rows of a group are shared between programs

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphex.kernels.activations import npu_dynamic, npu_static
 from graphex.kernels.arithmetic import (
     AS_WRITTEN,
     TRITON_TYPES,
@@ -54,7 +55,6 @@ from graphex.kernels.layout import (
     static_of,
     static_options,
 )
-from graphex.kernels.quant import npu_dynamic, npu_static
 from graphex.ops.definition import Arguments, Declined
 from graphex.ops.norms import norm_dtype
 from graphex.ops.npu import wants

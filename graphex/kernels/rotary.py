@@ -7,6 +7,7 @@ copied to their cache). Tensors have up to three leading dimensions: one of head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -436,23 +437,10 @@ def _tiled(
     tile = _tile(tokens, heads, pairs, lead.numel() > FEW_ELEMENTS, shared)
     counts = 0 if q is None else heads, 0 if k is None else k_heads, 0 if v is None else k_heads
     token_blocks = blocks_of(tokens, tile.tokens)
-
-    def strides(x: Tensor | None) -> tuple[int, int, int]:
-        return NONE if x is None else dims.strides(x)
-
-    def as_allocated(x: Tensor | None, order: tuple[int, ...] | None) -> tuple[int, int, int]:
-        return NONE if x is None else dims.strides(_allocate(x.to("meta"), order, dtype))
-
     integers = (
         *(tokens, token_blocks, heads, k_heads, half, width),
         0 if job.keys is None or job.dim is None else job.keys.shape[job.dim],
-        *strides(q),
-        *strides(k),
-        *strides(v),
-        *as_allocated(q, q_order),
-        *(as_allocated(k, k_order) if job.keys is None else strides(job.keys)),
-        *strides(job.values),
-        *strides(angles),
+        *_strides(job, dims, angles, dtype, q_order, k_order),
     )
     constants = {
         "T": TRITON_TYPES[dtype],
@@ -467,6 +455,23 @@ def _tiled(
     }
     grid = outer * token_blocks, sum(blocks_of(count, tile.groups * tile.heads) for count in counts)
     return RotaryPlan(grid, integers, constants, dtype, q_order, k_order)
+
+
+def _strides(
+    job: Job,
+    dims: Dims,
+    angles: Tensor,
+    dtype: torch.dtype,
+    q_order: tuple[int, ...] | None,
+    k_order: tuple[int, ...] | None,
+) -> Iterator[int]:
+    """The strides of what is read and written (results as they are allocated), in the order that the kernel takes."""
+    q_out, k_out = (
+        None if x is None else _allocate(x.to("meta"), order, dtype)
+        for x, order in ((job.q, q_order), (job.k if job.keys is None else None, k_order))
+    )
+    for x in (job.q, job.k, job.v, q_out, k_out if job.keys is None else job.keys, job.values, angles):
+        yield from NONE if x is None else dims.strides(x)
 
 
 def _allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:

@@ -59,23 +59,60 @@ PLAIN = (bool, int, float, str, type(None))  # other arguments of the model: eac
 _HOST = "is not known to work on the device"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """`host` says which processor or criterion has to run on the host, and why; empty if all can be part of a step.
+Users = Callable[[Any], tuple[Process, Hashable] | str]  # traces a processor of a user, or says why not
 
-    `position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to the
-    model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
+
+@dataclass(frozen=True)
+class StepParts:
+    """Processors and criteria of a generation as parts of a step, and `key`, which tells them from others.
+
+    `host` says which of them has to run on the host, and why; empty if all can be part of a step.
     """
 
-    input_ids: Tensor
-    logits_processor: Any
-    stopping_criteria: Any
     processors: list[Process]
     stops: list[Stop]
     ends: Tensor | None  # the tokens that end a sequence
     limits: list[Any]  # criteria that look at the clock
     host: str
     key: tuple[Any, ...]
+
+
+def _parts_of(processors: Any, criteria: Any, device: torch.device, users: Users) -> StepParts:
+    timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
+    counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
+    others = [each for each in criteria if each not in timed and each not in counted]
+    ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
+    looking = [each for each in others if not is_eos(each)]
+    made = [_as_part(each, device, users) for each in processors]
+    stops = [stop_on_device(each, device) for each in looking]
+    host = [f"{type(each).__name__} {why}" for each, why in zip(processors, made, strict=True) if isinstance(why, str)]
+    host += [f"{type(each).__name__} {_HOST}" for each, found in zip(looking, stops, strict=True) if found is None]
+    return StepParts(
+        processors=[each[0] for each in made if not isinstance(each, str)],
+        stops=[each for each in stops if each is not None],
+        ends=torch.cat(ending) if ending else None,
+        limits=timed,
+        host=host[0] if host else "",
+        key=(*(each[1] for each in made if not isinstance(each, str)), *map(described, others)),
+    )
+
+
+def _as_part(processor: Any, device: torch.device, users: Users) -> tuple[Process, Hashable] | str:
+    """A processor as part of a step, and what it depends on; or why only the host can call it."""
+    if (known := on_device(processor, device)) is not None:
+        return known, described(processor)
+    return _HOST if is_of_transformers(processor) else users(processor)
+
+
+@dataclass(frozen=True)
+class Wanted(StepParts):
+    """`position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to
+    the model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
+    """
+
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
     sample: bool
     pad: Tensor | None
     max_steps: int
@@ -99,9 +136,9 @@ class Wanted:
         criteria: Any,
         config: Any,
         model_kwargs: dict[str, Any],
-        users: Callable[[Any], tuple[Process, Hashable] | str],
+        users: Users,
     ) -> Wanted | str:
-        """Read the arguments of a call of transformers, or say why not. `users` traces processors of users."""
+        """Read the arguments of a call of transformers, or say why not."""
         cache = model_kwargs["past_key_values"]
         if reason := why_not(cache):
             return reason
@@ -109,17 +146,6 @@ class Wanted:
         if steps < 1 or not input_ids.shape[0]:
             return "there is nothing to generate"
         device = input_ids.device
-        timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
-        counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
-        others = [each for each in criteria if each not in timed and each not in counted]
-        ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
-        looking = [each for each in others if not is_eos(each)]
-        made = [_as_part(each, device, users) for each in processors]
-        stops = [stop_on_device(each, device) for each in looking]
-        host = [
-            f"{type(each).__name__} {why}" for each, why in zip(processors, made, strict=True) if isinstance(why, str)
-        ]
-        host += [f"{type(each).__name__} {_HOST}" for each, found in zip(looking, stops, strict=True) if found is None]
         has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
         past = int(cache.get_seq_length())
         extra = {name: value for name, value in model_kwargs.items() if name not in ALREADY_KNOWN}
@@ -127,15 +153,10 @@ class Wanted:
         position = model_kwargs.get("position_ids")
         prompt = max(input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
         return cls(
+            **vars(_parts_of(processors, criteria, device, users)),
             input_ids=input_ids,
             logits_processor=processors,
             stopping_criteria=criteria,
-            processors=[each[0] for each in made if not isinstance(each, str)],
-            stops=[each for each in stops if each is not None],
-            ends=torch.cat(ending) if ending else None,
-            limits=timed,
-            host=host[0] if host else "",
-            key=(*(each[1] for each in made if not isinstance(each, str)), *map(described, others)),
             sample=bool(config.do_sample),
             pad=config._pad_token_tensor.to(device) if has_eos else None,
             max_steps=steps,
@@ -175,15 +196,6 @@ class Wanted:
         position = None if self.position is None else (*self.position.shape[:-1], self.position.dtype)
         mask = None if self.mask is None else self.mask.dtype
         return self.batch, self.room, str(self.input_ids.device), position, mask, repr(self.extra)
-
-
-def _as_part(
-    processor: Any, device: torch.device, users: Callable[[Any], tuple[Process, Hashable] | str]
-) -> tuple[Process, Hashable] | str:
-    """A processor as part of a step, and what it depends on; or why only the host can call it."""
-    if (known := on_device(processor, device)) is not None:
-        return known, described(processor)
-    return _HOST if is_of_transformers(processor) else users(processor)
 
 
 def bucket(length: int) -> int:

@@ -1,7 +1,7 @@
 """The op library: importing it defines `torch.ops.npu.*` (where torch_npu is not installed) and `torch.ops.graphex.*`.
 
     definition                             how an op is declared, once, from its schema and its reference in plain ATen
-    norms, quant, linears, attention, experts, tokens                              the families of `torch.ops.graphex`
+    norms, activations, linears, attention, experts, tokens                        the families of `torch.ops.graphex`
     npu, npu_attention, npu_layers, and those of `experts`                         torch_npu's ops
     scope                                  ops that place work on streams
     decompositions                         the table that graphs are traced with

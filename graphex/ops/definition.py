@@ -4,7 +4,7 @@
         "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
         title="silu(gate) * up",                   what a report calls it
         gradient=Gradient(save, backward),
-        kernel="quant.silu_mul",                   graphex/kernels/quant.py, silu_mul(call)
+        kernel="activations.silu_mul",             graphex/kernels/activations.py, silu_mul(call)
         rows=RowRule("pointwise"),                 how it treats the rows of its arguments
         inlines=True,                              Inductor writes as good a kernel where it can join it with others
     )

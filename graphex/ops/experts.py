@@ -107,11 +107,16 @@ def grouped(
     return linear(inner, down, down_bias)[back]
 
 
-def _of_many(*args: Any, **named: Any) -> Tensor:
-    """The reference as Inductor is given it for many tokens: it joins what is around the products with them."""
+def _given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `graphex::experts` by name, defaults included."""
     call = signature(experts).bind(*args, **named)
     call.apply_defaults()
-    given = dict(call.arguments)
+    return dict(call.arguments)
+
+
+def _of_many(*args: Any, **named: Any) -> Tensor:
+    """The reference as Inductor is given it for many tokens: it joins what is around the products with them."""
+    given = _given(args, named)
     weights, residual = given.pop("weights"), given.pop("residual")
     return _added_up(grouped(**given) * weights.unsqueeze(-1), given["x"], residual)
 
@@ -122,20 +127,13 @@ def _added_up(rows: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
     return total if residual is None else residual + total
 
 
-def _formula(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    *others: object,
-    **named: object,
-) -> Callable[..., Tensor] | None:
+def _formula(*args: Any, **named: Any) -> Callable[..., Tensor] | None:
     """Many tokens go through library calls: the kernels between these are better written by Inductor."""
-    sizes = (*x.shape, *experts.shape, *gate_up.shape, *down.shape)
+    given = _given(args, named)
+    x, chosen, gate_up, down = (given[name] for name in ("x", "experts", "gate_up", "down"))
+    sizes = (*x.shape, *chosen.shape, *gate_up.shape, *down.shape)
     is_known = all(isinstance(size, int) for size in sizes) and x.dtype == gate_up.dtype == down.dtype
-    return _of_many if is_known and has_many(x, experts) and not why_not_grouped(x, gate_up, down) else None
+    return _of_many if is_known and has_many(x, chosen) and not why_not_grouped(x, gate_up, down) else None
 
 
 @op(

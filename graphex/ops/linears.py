@@ -1,6 +1,5 @@
 """Linear layers that share their input, with what stands before and after them: the matrix products of a decode step.
 
-    silu_mul            silu(gate) * up, the activation of a gated feed-forward block
     linears             query, key and value of one hidden state; a projection and the residual added to its result
     rms_norm_linears    the same, of an RMSNorm: the gain and the scale of a row can be folded into the products
     silu_mul_linears    the projection after a gated activation
@@ -13,45 +12,14 @@ are for inference: they have no derivative.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import Gradient, RowRule, check_alike, op, with_kernel
+from graphex.ops.definition import RowRule, op, with_kernel
 from graphex.ops.norms import check_norm
 from graphex.torch_private.graphs import require
-
-
-def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    check_alike("gate and up", gate, up)
-    return gate * up
-
-
-def _save_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = ctx.saved_tensors
-    return torch.ops.aten.silu_backward(grad * up, gate), grad * functional.silu(gate)
-
-
-@op(
-    "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
-    title="silu(gate) * up",
-    gradient=Gradient(_save_silu_mul, _silu_mul_backward),
-    kernel="quant.silu_mul",
-    rows=RowRule("pointwise"),
-    inlines=True,
-    fake=_fake_silu_mul,
-)
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""
-    check_alike("gate and up", gate, up)
-    return functional.silu(gate) * up
-
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Of a gate: torch's `silu` and `gelu`, and `gelu` with `approximate="tanh"`."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphex.ops.activations import ranged
 from graphex.ops.attention import rotate_half
 from graphex.ops.definition import Gradient, check_alike, op, part
 from graphex.ops.norms import add_norm_backward, add_norm_cast_backward, norm_backward, wide_dtype
-from graphex.ops.quant import ranged
 from graphex.torch_private.graphs import require, require_implemented
 
 # Codes of torch.dtype as torch_npu's schemas carry them -> (the type of the result, its range).
@@ -74,7 +74,7 @@ def _smoothed(input: Tensor, smooth_scales: Tensor | None, group_index: Tensor |
     "npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None,"
     " ScalarType? dst_type=None) -> (Tensor, Tensor)",
     fake=_fake_npu_dynamic_quant,
-    kernel="quant.npu_dynamic_quant",
+    kernel="activations.npu_dynamic_quant",
 )
 def npu_dynamic_quant(
     input: Tensor,
@@ -123,7 +123,7 @@ def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
     "npu::npu_quantize(Tensor self, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True)"
     " -> Tensor",
     fake=_fake_npu_quantize,
-    kernel="quant.npu_quantize",
+    kernel="activations.npu_quantize",
 )
 def npu_quantize(
     self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
@@ -254,7 +254,7 @@ def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     "npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor",
     fake=_fake_npu_swiglu,
     gradient=Gradient(_save_npu_swiglu, _npu_swiglu_backward),
-    kernel="quant.npu_swiglu",
+    kernel="activations.npu_swiglu",
 )
 def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     """The halves a, b of `self` along `dim`: (silu(a) * b) in float32, rounded once to the type of `self`."""

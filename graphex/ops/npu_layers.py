@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
+from graphex.ops.activations import ranged
 from graphex.ops.attention import rotate_half
 from graphex.ops.definition import op, with_kernel
 from graphex.ops.norms import wide_dtype
-from graphex.ops.quant import ranged
 from graphex.torch_private.graphs import require, require_implemented
 
 INPLACE = (

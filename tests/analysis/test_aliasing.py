@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -282,3 +285,34 @@ def test_cost_is_linear_in_the_number_of_nodes():
     graph.output(node)
     aliases = Aliases(graph)
     assert len(aliases.storages(node)) == 1
+
+
+def steps_of(question: Callable[[], object]) -> int:
+    """How many calls a question takes."""
+    question()  # facts that are gathered once
+    taken = 0
+
+    def count(*_: object) -> None:
+        nonlocal taken
+        taken += 1
+
+    sys.setprofile(count)
+    try:
+        question()
+    finally:
+        sys.setprofile(None)
+    return taken
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_question_about_outputs_takes_as_long_for_many_as_for_few(returned):
+    def steps(outputs: int) -> int:
+        graph = Graph()
+        x = graph.placeholder("x")
+        *made, last = [graph.call_function(aten.relu.default, (x,)) for _ in range(outputs)]
+        copy = graph.call_function(aten.clone.default, (last,))
+        graph.output((*made, copy) if returned else tuple(made))
+        aliases = Aliases(graph)
+        return steps_of(lambda: (aliases.reaches_output(copy), aliases.why_not_same(copy, last)))
+
+    assert steps(10) == steps(400)

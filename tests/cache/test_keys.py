@@ -44,7 +44,7 @@ def test_a_size_that_changed_is_named(run):
 def test_a_type_that_changed_is_named(run):
     run(function, torch.ones(2))
     reason = missed(run(function, torch.ones(2, dtype=torch.double)))
-    assert reason == "the input 'arg0_1' differs: its type changed from torch.float32 to torch.float64"
+    assert reason == "the input 'arg0_1' differs: its dtype changed from torch.float32 to torch.float64"
 
 
 def test_a_line_that_changed_is_named(run):
@@ -150,8 +150,9 @@ def each_changed(key: Key) -> Iterator[tuple[str, Key]]:
                 replace(key, parts={**key.parts, part: {**value, name: another}}),
             )
     for place, row in enumerate(key.rows):
-        name = row.split("'")[1] if row.startswith("(") else row.split()[0]
-        yield name, replace(key, rows=[*key.rows[:place], f"{row[:-1]} another{row[-1]}", *key.rows[place + 1 :]])
+        for of in row:
+            other = {**row, of: f"{row[of]} another"}
+            yield other.get("name", of), replace(key, rows=[*key.rows[:place], other, *key.rows[place + 1 :]])
 
 
 def test_every_component_of_a_key_makes_another_one_and_is_named(run, monkeypatch):

@@ -12,7 +12,7 @@ from tests.fuzz.check import session
 from tests.fuzz.instructions import random_program
 from tests.harness.properties import effort
 
-SHARDS = 4
+SHARDS = 2  # of the same kind are the 300 programs of `test_the_fuzzer`
 PROGRAMS = 75  # of each shard
 PROGRAMS_OF_THE_LONG_RUN = 1500
 

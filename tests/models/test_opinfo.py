@@ -30,12 +30,6 @@ WITH_GRADIENTS = [name for name, op in OPS.items() if op.supports_autograd]
 WITH_WRITES = [name for name, op in OPS.items() if op.inplace_variant is not None]
 
 
-@pytest.fixture(autouse=True)
-def guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo times the guards of every graph on flushed caches, for its log: a quarter of a small sample's time."""
-    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
-
-
 def check(name: str, function: Call, sampled: list[Sample], dynamic: bool | None = None) -> None:
     defined = name not in UNDEFINED_VALUES
     call = calling(function)

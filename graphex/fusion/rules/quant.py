@@ -25,7 +25,7 @@ from torch import Tensor
 
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import example, floating, rule, tensor
-from graphex.ops.quant import ranged
+from graphex.ops.activations import ranged
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import Match
 

@@ -30,7 +30,7 @@ POINTERS = {
 
 KERNELS = {
     "norm": ("norm_kernel",),
-    "quant": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
+    "activations": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
     "tokens": ("embedding_kernel",),
     "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
     "grouped": ("grouped_kernel", "finalize_kernel"),

@@ -1,4 +1,6 @@
-"""Quantisation as it is written by hand and by torchao-style code, with its constants and casts as parameters.
+"""What stands between the products of a model besides norms: silu(gate) * up, quantisation, dropout.
+
+Quantisation is as it is written by hand and by torchao-style code, with its constants and casts as parameters:
 
 per token, by hand:     s = x.abs().amax(-1, keepdim=True).float() / 127
                         q = (x / s).round().clamp(-128, 127).to(int8)
@@ -8,6 +10,15 @@ SmoothQuant:            s = amax.clamp(min=1e-5) / 127, all of it in x's own typ
 After `dynamic_quant` and `static_quant` come the ops that end in one of them: norms, and silu(gate) * up. Each is the
 composition of two ops of this library and nothing else: the value between them is rounded to its type. Their keyword
 arguments are those of `dynamic_quant` and `static_quant`.
+
+The random numbers of dropout are computed from a seed, so that a region can hold it:
+
+    seeds = dropout_seeds(2, device)            draws from the device's generator, once for a whole graph
+    y, mask = dropout(x, seeds[0], p)           a function of its arguments: the same seed gives the same mask
+
+Element i of a mask is number i of the generator SplitMix64, whose start the seed decides: two rounds of multiplying
+and mixing 64 bits, of which the upper 24 are compared with p. The seed is added to the number of an element before that
+is multiplied, because compilers compute with such numbers as with sizes: products of theirs must fit into 64 bits.
 """
 
 from __future__ import annotations
@@ -16,11 +27,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from graphex.ops.definition import op
-from graphex.ops.linears import silu_mul
+from graphex.ops.definition import Gradient, RowRule, check_alike, op
 from graphex.ops.norms import NORM, add_rms_norm, rms_norm
 from graphex.torch_private.graphs import require
+from graphex.torch_private.memory import copier
+
+
+def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    check_alike("gate and up", gate, up)
+    return gate * up
+
+
+def _save_silu_mul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _silu_mul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * functional.silu(gate)
+
+
+@op(
+    "graphex::silu_mul(Tensor gate, Tensor up) -> Tensor",
+    title="silu(gate) * up",
+    gradient=Gradient(_save_silu_mul, _silu_mul_backward),
+    kernel="activations.silu_mul",
+    rows=RowRule("pointwise"),
+    inlines=True,
+    fake=_fake_silu_mul,
+)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, gate and up of one shape and type: the silu is rounded to the type, then the product is."""
+    check_alike("gate and up", gate, up)
+    return functional.silu(gate) * up
+
+
+# -- quantisation ------------------------------------------------------------------------------------------------------
+
 
 RANGE = "float quant_min=-128.0, float quant_max=127.0, ScalarType? dtype=None, ScalarType? compute_dtype=None"
 DYNAMIC = (
@@ -70,7 +115,7 @@ def _fake_dynamic_quant(
     f"graphex::dynamic_quant(Tensor x, Tensor? smooth=None, *, {DYNAMIC}) -> (Tensor q, Tensor scale)",
     title="dynamic quantisation",
     fake=_fake_dynamic_quant,
-    kernel="quant.dynamic_quant",
+    kernel="activations.dynamic_quant",
 )
 def dynamic_quant(
     x: Tensor,
@@ -147,7 +192,7 @@ def _fake_static_quant(
     f"graphex::static_quant(Tensor x, Tensor scale, Tensor? zero_point=None, *, {STATIC}) -> Tensor",
     title="static quantisation",
     fake=_fake_static_quant,
-    kernel="quant.static_quant",
+    kernel="activations.static_quant",
 )
 def static_quant(
     x: Tensor,
@@ -283,7 +328,7 @@ def add_rms_norm_static_quant(
 @op(
     f"graphex::silu_mul_dynamic_quant(Tensor gate, Tensor up, Tensor? smooth=None, *, {DYNAMIC})"
     " -> (Tensor q, Tensor scale)",
-    kernel="quant.silu_mul_dynamic_quant",
+    kernel="activations.silu_mul_dynamic_quant",
 )
 def silu_mul_dynamic_quant(
     gate: Tensor, up: Tensor, smooth: Tensor | None = None, **quant: Any
@@ -295,10 +340,70 @@ def silu_mul_dynamic_quant(
 @op(
     f"graphex::silu_mul_static_quant(Tensor gate, Tensor up, Tensor scale, Tensor? zero_point=None, *, {STATIC})"
     " -> Tensor",
-    kernel="quant.silu_mul_static_quant",
+    kernel="activations.silu_mul_static_quant",
 )
 def silu_mul_static_quant(
     gate: Tensor, up: Tensor, scale: Tensor, zero_point: Tensor | None = None, **quant: Any
 ) -> Tensor:
     """`q = static_quant(silu_mul(gate, up), scale, zero_point, ...)`"""
     return static_quant(silu_mul(gate, up), scale, zero_point, **quant)
+
+
+# -- dropout from a seed -----------------------------------------------------------------------------------------------
+
+
+BITS = 24  # of a number that is compared with p, as many as a uniform float32 of eager's dropout has
+STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of SplitMix64, as int64
+
+
+def threshold(p: float) -> int:
+    """Numbers below this one drop their element."""
+    return int(p * 2**BITS + 0.5)
+
+
+def _fake_seeds(count: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(1, dtype=torch.int64, device=device) for _ in range(count)]
+
+
+@op(
+    "graphex::dropout_seeds(int count, Device device) -> Tensor[]",
+    fake=_fake_seeds,
+    title="seeds of dropout",
+    is_random=True,
+)
+def dropout_seeds(count: int, device: torch.device) -> list[Tensor]:
+    """Seeds for so many calls of `graphex.dropout`, from the generator of the device: in two kernels, not one each."""
+    drawn = torch.randint(-(2**63), 2**63 - 1, (count,), dtype=torch.int64, device=device)
+    seeds = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(count)]
+    copier([torch.int64])(seeds, list(drawn.split(1)))
+    return seeds
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """`bits >> by`, filled up with zeros."""
+    shifted: Tensor = (bits >> by) & (2 ** (64 - by) - 1)
+    return shifted
+
+
+def _fake_dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@op(
+    "graphex::dropout(Tensor x, Tensor seed, float p) -> (Tensor, Tensor)",
+    fake=_fake_dropout,
+    title="dropout",
+    kernel="activations.dropout",
+    inlines=True,
+)
+def dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """`x * mask / (1 - p)` and the mask, which is False with probability p: contiguous, 0 <= p < 1.
+
+    The mask depends on the seed, the number of an element, and p.
+    """
+    numbers = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
+    bits = (numbers + seed[0]) * STEP
+    bits = (bits ^ _shifted(bits, 30)) * FIRST
+    bits = (bits ^ _shifted(bits, 27)) * SECOND
+    mask = _shifted(bits ^ _shifted(bits, 31), 64 - BITS) >= threshold(p)
+    return x.contiguous() * mask * (1 / (1 - p)), mask

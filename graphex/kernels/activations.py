@@ -51,8 +51,8 @@ from graphex.kernels.layout import (
     static_of,
     static_options,
 )
+from graphex.ops.activations import BITS, FIRST, SECOND, STEP, threshold
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.norms import BITS, FIRST, SECOND, STEP, threshold
 from graphex.ops.npu import QUANTISED, dynamic_range
 
 
