@@ -166,6 +166,37 @@ def test_end_tokens_are_found_on_the_device_and_the_next_generation_only_replays
     assert [dict(each) for each in graphex.generation(model).journal.counts.values()] == counts
 
 
+def test_tokens_are_written_on_the_host_by_the_step_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*given: object) -> None:
+        raise AssertionError("a step was copied to the host")
+
+    monkeypatch.setattr("graphex.loops.decode_loop.Reading.send", copied)
+    model = built("llama", torch.float32)
+    wanted = model.generate(prompt(), **GREEDY)
+    end = int(wanted[0, 20])
+    for extra in ({}, {"eos_token_id": end}, {"eos_token_id": end}, {"max_new_tokens": 30}):
+        given = GREEDY | extra
+        assert torch.equal(looped(model, prompt(), **given), model.generate(prompt(), **given))
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_report_in_pinned_memory_is_that_of_the_reference(done: bool) -> None:
+    def state(where: str) -> list[torch.Tensor]:
+        tokens, unfinished = torch.zeros(3, 9, dtype=torch.long), torch.tensor([True, False, True])
+        made = (torch.tensor([12, 11, 5]), tokens, tokens[:, :1].clone(), torch.tensor(4), unfinished)
+        return [each.to(where) for each in (*made, torch.tensor(done))]
+
+    last = {"pad": torch.tensor(1), "ends": torch.tensor([5, 12])}
+    expected, pinned = torch.full((3, 4), -1), torch.full((3, 4), -1).pin_memory()
+    torch.ops.graphex.append_tokens_(*state("cpu"), **last, report=expected)
+    torch.ops.graphex.append_tokens_(
+        *state("cuda"), **{name: each.cuda() for name, each in last.items()}, report=pinned
+    )
+    torch.cuda.synchronize()
+    assert torch.equal(pinned, expected)
+    assert (expected[1] == torch.tensor([12, 1, 5, 1])).all() != done
+
+
 def test_two_threads_generate_with_one_model() -> None:
     model = built("llama", torch.float32)
     wanted = [model.generate(prompt(batch), **GREEDY) for batch in (1, 2, 1)]

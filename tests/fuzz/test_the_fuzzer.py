@@ -137,14 +137,14 @@ ELSEWHERE = ("lift", "fuse", "place", "region", "streams")
 
 
 def test_every_rule_is_in_the_sample_or_cannot_be_reached():
-    """`same_type` and `same_device` are for ops that torch.compile does not write, and `round_sum` is for GPUs.
+    """`same_type`, `same_device` are for ops that torch.compile does not write, `round_sum`, `join_writes` for GPUs.
 
     Fusions, regions and streams have tests of their own.
     """
     ours = [graph_pass for stage, graph_pass in (*OURS, *LAST) if stage not in ELSEWHERE]
     rotary = {"rotary_write", "rotary_qkv_write", "rotary_attention", "norm_rotary_attention"}
     known = {rule for graph_pass in ours for rule in graph_pass.rules()} - rotary
-    assert known - set(RULES) == {"same_type", "same_device", "round_sum"}
+    assert known - set(RULES) == {"same_type", "same_device", "round_sum", "join_writes"}
 
 
 # -- programs as data ----------------------------------------------------------------------------------------------
