@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # in processes that tests start no thread spins
 os.environ["GRAPHEX_TUNING"] = "off"  # tests that measure say so
 os.environ.setdefault("GRAPHEX_REGIONS", "off")  # compiling takes seconds; tests that want it turn it on
 os.environ["GRAPHEX_CACHE"] = "off"  # a test sees its passes run; those of the cache turn it on
