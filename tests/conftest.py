@@ -44,7 +44,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def guards_are_not_timed() -> Iterator[None]:
-    """Dynamo times the guards of every graph on flushed caches, for its log: half the time of compiling a small one."""
+    """Dynamo times the guards of every graph on flushed caches, for its log: 20 ms a graph."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield

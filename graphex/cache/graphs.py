@@ -373,15 +373,18 @@ Row = dict[str, str]
 
 
 def graph_rows(graph: Graph, note: Callable[[Node], object]) -> Iterator[Row]:
-    """The properties of each node as texts that are equal for equal nodes: its call, and those of its tensor.
-
-    `note` adds what else counts at a node; lines do not count.
-    """
+    """A row for each node, and one for their storages. `note` adds what else counts at a node."""
     data = packed_graph(graph)
-    for node, each in zip(graph.nodes, data.nodes, strict=True):
-        notes = {name: value for name, value in each.meta.items() if name not in (TRACE, WRITES, ORIGINS, "val")}
-        value = each.meta.get("val")
-        properties = value._asdict() if isinstance(value, TensorData) else {"value": value}
-        call = (each.target, each.args, each.kwargs, notes, note(node))
-        yield {"name": each.name, "op": each.op, "call": repr(call), **{of: repr(it) for of, it in properties.items()}}
+    yield from (row_of(each, note(node)) for node, each in zip(graph.nodes, data.nodes, strict=True))
     yield {"storages": repr(data.storages)}
+
+
+def row_of(node: NodeData, note: object = None) -> Row:
+    """The properties of a node as texts that are equal for equal nodes: its call, and those of its tensor. Lines do not
+    count.
+    """
+    notes = {name: value for name, value in node.meta.items() if name not in (TRACE, WRITES, ORIGINS, "val")}
+    value = node.meta.get("val")
+    properties = value._asdict() if isinstance(value, TensorData) else {"value": value}
+    call = node.target, node.args, node.kwargs, notes, note
+    return {"name": node.name, "op": node.op, "call": repr(call), **{of: repr(it) for of, it in properties.items()}}

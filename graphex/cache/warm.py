@@ -43,7 +43,7 @@ from graphex.analysis import node_line
 from graphex.analysis.effects import synchronisation
 from graphex.analysis.graphs import placement
 from graphex.cache.artefacts import Artefact, Given, Made, artefact_of, made_from
-from graphex.cache.graphs import TRACE, CannotStoreError, Packer
+from graphex.cache.graphs import TRACE, CannotStoreError, Packer, Row, row_of
 from graphex.cache.keys import Key, devices_of, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
@@ -461,16 +461,16 @@ def _mode_of_inputs(gm: GraphModule) -> FakeTensorMode:
     return found
 
 
-def _rows(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
-    """Each node of Dynamo's graph as text that is equal for equal nodes."""
+def _rows(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Row]:
+    """A row for each node of Dynamo's graph, and two for their storages and the conditions on their sizes."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if len(inputs) != len(example_inputs):
         raise CannotStoreError("it takes other inputs than it is given")
     packer = _DynamoPacker(dict(zip(inputs, example_inputs, strict=True)))
     data = packer.packed(gm.graph)
-    yield from (repr(tuple(each)) for each in data.nodes)
-    yield f"storages {data.storages}"
-    yield f"conditions {conditions(_mode_of_inputs(gm).shape_env)}"
+    yield from map(row_of, data.nodes)
+    yield {"storages": repr(data.storages)}
+    yield {"conditions": repr(conditions(_mode_of_inputs(gm).shape_env))}
 
 
 class _DynamoPacker(Packer):

@@ -13,6 +13,7 @@ import runpy
 import sys
 import traceback
 import webbrowser
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,6 @@ def explain(
     from graphex.backend import watching
     from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
-    from graphex.evidence.tables import printed
     from graphex.regions.compiler import progress_to
 
     graphex.define()
@@ -138,11 +138,7 @@ def explain(
         told = {"script": str(script), "problem": problem, "report": written, "summary": data["summary"]}
         print_json(told | {"journals": [journal.to_dict() for journal in watch.journals]})
     else:
-        for journal in watch.journals if full else ():
-            click.echo(printed(script.name, journal))
-        if problem:
-            click.echo(f"{script.name} ended early: {problem}", err=True)
-        print_sentences(data["summary"])
+        _tell(script, watch.journals if full else [], problem, data["summary"])
         if written:
             click.echo(f"\nreport: {written}")
         elif not (problem or unwritten):
@@ -150,6 +146,17 @@ def explain(
     if unwritten:
         click.echo(f"'{output}' cannot be written: {unwritten}. Give another --output.", err=True)
     sys.exit(1 if problem or unwritten else 0 if watch.journals else NOTHING)
+
+
+def _tell(script: Path, journals: Sequence[Journal], problem: str, summary: Iterable[dict[str, str]]) -> None:
+    """Print the tables of journals, the error that ended the script, and the summary."""
+    from graphex.evidence.tables import printed
+
+    for journal in journals:
+        click.echo(printed(script.name, journal))
+    if problem:
+        click.echo(f"{script.name} ended early: {problem}", err=True)
+    print_sentences(summary)
 
 
 def _own_option(arguments: tuple[str, ...]) -> str:

@@ -344,7 +344,9 @@ class Reached:
 
     def let_go(self) -> None:
         """Hold nothing until the next look, which walks: what is replaced meanwhile can be freed."""
-        self._reads, self._held, self.things = [], (), []
+        self._reads: list[Live] = []
+        self.things: list[Any] = []
+        self._held: tuple[Any, ...] = ()
 
     @property
     def version(self) -> int:
@@ -380,8 +382,7 @@ class Reached:
 
     def _walk(self) -> None:
         self.values: dict[str, Hashable] = {}
-        self.things: list[Any] = []
-        self._reads: list[Live] = []
+        self.things, self._reads = [], []
         self._version = None
         self._tokens = {place: known for place, known in self._tokens.items() if known[0]() is not None}
         held: list[Any] = []
