@@ -133,7 +133,7 @@ class Observation(TorchDispatchMode):
             if (gradient := self._gradients.get(id(tensor))) is not None and gradient() is tensor:
                 self.reads_gradients = True
             if memory not in self._made:
-                self._outside.append((len(self._rows), weakref.ref(tensor), tensor.data_ptr()))
+                self._outside.append((len(self._rows), weakref.ref(tensor), address(tensor)))
         self._add(str(func), leaves)
         results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
@@ -277,7 +277,13 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """A number for the memory of a tensor; for one that is sparse, of its own."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor begins in memory; for one that is sparse, a number of its own."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else -id(tensor)
 
 
 def _plain(leaf: Any) -> object:

@@ -36,8 +36,8 @@ from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
-from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
-from graphex.loops.step_state import Found, StepState
+from graphex.loops.observation import Observation, address, comparable, holds_tensors, may_see_compiled_code
+from graphex.loops.step_state import SPARSE, Found, StepState, strides
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
@@ -255,7 +255,7 @@ class TrainStep:
 
     def _kind(self, leaves: Sequence[Any], spec: Any) -> Kind:
         sizes = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
+            (leaf.shape, strides(leaf), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
         )
         plain = tuple(leaf.requires_grad if isinstance(leaf, Tensor) else comparable(leaf) for leaf in leaves)
         values = self._state.values()
@@ -268,7 +268,7 @@ class TrainStep:
             return "none"
         if not self._reads_gradients.get(path, False):
             return "some"
-        return tuple(0 if each is None else each.data_ptr() for each in gradients)
+        return tuple(0 if each is None else address(each) for each in gradients)
 
     def _may_capture(self, kind: Kind) -> bool:
         learnt = self._learnt.get(kind)
@@ -348,9 +348,11 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         unknown: list[Optimizer] = []
         late: list[bool] = []
+        sparse: list[bool] = []
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             late.append(bool(deferred))
+            sparse.append(self._state.has_sparse_gradients(optimizer))
             if not any(optimizer is each for each in self._state.found.optimizers):
                 unknown.append(optimizer)
 
@@ -372,6 +374,8 @@ class TrainStep:
             call()
         if any(late):
             self._stay_plain("a scheduler or an averaged model steps before an optimizer does")
+        elif any(sparse):
+            self._stay_plain(SPARSE)
         elif unknown:
             self._state.found.optimizers += unknown
             self._start_again("another optimizer was met")

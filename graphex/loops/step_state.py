@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from graphex.loops.observation import Reached
+from graphex.loops.observation import Reached, address
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.dynamo import global_hooks
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
@@ -140,12 +140,18 @@ class Rates:
         return changed
 
 
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor; one that is sparse has none."""
+    return tensor.stride() if tensor.layout == torch.strided else ()
+
+
 def _same_rate(rate: Any, other: Any) -> bool:
     return rate is other or (not isinstance(rate, Tensor) and not isinstance(other, Tensor) and rate == other)
 
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
 DEFERRED: dict[type, str] = {LRScheduler: "step", ReduceLROnPlateau: "step", AveragedModel: "update_parameters"}
+SPARSE = "a gradient is sparse, and its size depends on data"
 _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
 
 
@@ -208,6 +214,7 @@ class StepState:
         self._rates: dict[int, Rates] = {}
         self._switches = switches_for(_LIBRARIES)
         self._counted: list[Hashable] = []
+        self._chosen: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.look_again()
 
     def look_again(self) -> None:
@@ -252,7 +259,7 @@ class StepState:
     # -- what a captured step was made for -------------------------------------------------------------------------
 
     def _read_addresses(self) -> list[tuple[Hashable, ...]]:
-        return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
+        return [(address(each), each.shape, strides(each)) for each in (*self.parameters, *self.buffers)]
 
     def why_elsewhere(self) -> str:
         """What is not where it was when `look_again` looked; empty if everything is."""
@@ -312,6 +319,10 @@ class StepState:
                 return f"{kind} synchronises gradients in hooks of the host"
         if hook := users_hook((*self._modules, *self.found.optimizers)):
             return hook
+        if any(each.layout != torch.strided for each in (*self.parameters, *self.buffers)):
+            return "a parameter or a buffer is sparse"
+        if any(getattr(each, "sparse", False) is True for each in self._modules):
+            return SPARSE
         for parameter in self.parameters:
             if is_traceable_wrapper_subclass(parameter):
                 return f"a parameter is a {type(parameter).__name__}, which is made of other tensors"
@@ -348,10 +359,25 @@ class StepState:
 
     def prepare(self) -> list[tuple[Optimizer, list[str]]]:
         """Make optimizers capturable. Returns what was changed on each."""
+        groups = [group for each in self.found.optimizers for group in each.param_groups]
+        chosen = [(group, {name: group.get(name) for name in ("fused", "foreach")}) for group in groups]
         changed = [(each, made_capturable(each)) for each in self.found.optimizers]
+        self._chosen += [(group, before) for group, before in chosen if group.get("fused") != before["fused"]]
         for optimizer in self.found.optimizers:
             self._rates.setdefault(id(optimizer), Rates(optimizer))
         return [(optimizer, changes) for optimizer, changes in changed if changes]
+
+    def has_sparse_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is given a sparse gradient. Fused kernels take none: it is as the user made it then."""
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        if all(each is None or each.layout == torch.strided for each in gradients):
+            return False
+        for group, before in self._chosen:
+            if any(group is each for each in optimizer.param_groups):
+                group.update(before)
+        if (rates := self._rates.get(id(optimizer))) is not None:
+            rates.give_back()
+        return True
 
     @contextmanager
     def rates_as_tensors(self, told: Callable[[str], None]) -> Iterator[None]:
