@@ -133,7 +133,7 @@ class Observation(TorchDispatchMode):
             if (gradient := self._gradients.get(id(tensor))) is not None and gradient() is tensor:
                 self.reads_gradients = True
             if memory not in self._made:
-                self._outside.append((len(self._rows), weakref.ref(tensor), address(tensor)))
+                self._outside.append((len(self._rows), weakref.ref(tensor), _address(tensor)))
         self._add(str(func), leaves)
         results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
@@ -281,8 +281,7 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
 
 
-def address(tensor: Tensor) -> int:
-    """Where a tensor begins in memory; for one that is sparse, a number of its own."""
+def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else -id(tensor)
 
 

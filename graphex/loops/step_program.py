@@ -36,8 +36,8 @@ from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
-from graphex.loops.observation import Observation, address, comparable, holds_tensors, may_see_compiled_code
-from graphex.loops.step_state import SPARSE, Found, StepState, strides
+from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
+from graphex.loops.step_state import SPARSE, Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
@@ -255,7 +255,9 @@ class TrainStep:
 
     def _kind(self, leaves: Sequence[Any], spec: Any) -> Kind:
         sizes = tuple(
-            (leaf.shape, strides(leaf), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
+            (leaf.shape, leaf.stride() if leaf.layout == torch.strided else leaf.layout, leaf.dtype, leaf.device)
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
         )
         plain = tuple(leaf.requires_grad if isinstance(leaf, Tensor) else comparable(leaf) for leaf in leaves)
         values = self._state.values()
@@ -268,7 +270,7 @@ class TrainStep:
             return "none"
         if not self._reads_gradients.get(path, False):
             return "some"
-        return tuple(0 if each is None else address(each) for each in gradients)
+        return tuple(0 if each is None else each.data_ptr() for each in gradients)
 
     def _may_capture(self, kind: Kind) -> bool:
         learnt = self._learnt.get(kind)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from graphex.loops.observation import Reached, address
+from graphex.loops.observation import Reached
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.dynamo import global_hooks
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
@@ -140,11 +140,6 @@ class Rates:
         return changed
 
 
-def strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor; one that is sparse has none."""
-    return tensor.stride() if tensor.layout == torch.strided else ()
-
-
 def _same_rate(rate: Any, other: Any) -> bool:
     return rate is other or (not isinstance(rate, Tensor) and not isinstance(other, Tensor) and rate == other)
 
@@ -230,6 +225,7 @@ class StepState:
         ]
         self._owners = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.found.optimizers]
         self._members = [(group, list(group["params"])) for _, _, groups in self._owners for group in groups]
+        self._is_sparse = any(each.layout != torch.strided for each in (*self.parameters, *self.buffers))
         self._addresses = self._read_addresses()
 
     def _listed(self) -> tuple[list[nn.Module], list[Tensor], list[Tensor]]:
@@ -259,7 +255,9 @@ class StepState:
     # -- what a captured step was made for -------------------------------------------------------------------------
 
     def _read_addresses(self) -> list[tuple[Hashable, ...]]:
-        return [(address(each), each.shape, strides(each)) for each in (*self.parameters, *self.buffers)]
+        if self._is_sparse:
+            return []  # no step is captured for such tensors
+        return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
 
     def why_elsewhere(self) -> str:
         """What is not where it was when `look_again` looked; empty if everything is."""
@@ -319,7 +317,7 @@ class StepState:
                 return f"{kind} synchronises gradients in hooks of the host"
         if hook := users_hook((*self._modules, *self.found.optimizers)):
             return hook
-        if any(each.layout != torch.strided for each in (*self.parameters, *self.buffers)):
+        if self._is_sparse:
             return "a parameter or a buffer is sparse"
         if any(getattr(each, "sparse", False) is True for each in self._modules):
             return SPARSE
