@@ -349,7 +349,9 @@ class Reached:
 
     def let_go(self) -> None:
         """Hold nothing until the next look, which walks: what is replaced meanwhile can be freed."""
-        self._reads, self._held, self.things = [], (), []
+        self._reads.clear()
+        self.things.clear()
+        self._held = ()
 
     @property
     def version(self) -> int:
