@@ -110,7 +110,7 @@ def measure(model: TinyLlama, fast: Callable[..., torch.Tensor], device: str) ->
     caches = model.new_caches(1)
     times: dict[str, list[float]] = {"eager": [], "graphex": []}
     with Progress(console=console, transient=True) as progress:
-        for _ in progress.track(range(30), description="timing"):
+        for _ in progress.track(range(15), description="timing"):
             for name, call in (("eager", model), ("graphex", fast)):
                 started = time.perf_counter()
                 for _ in range(5):

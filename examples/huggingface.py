@@ -55,7 +55,7 @@ if __name__ == "__main__":
     journal = generate()
     (verdict,) = journal.verifications
     print(f"generate: {len(journal.graphs)} graph, {verdict.status} to the original\n")
-    for part in (forward, decode_step, training):
-        report = part()
-        print(f"{part.__name__}: largest difference from eager {report.worst_difference:.3g}")
+    reports = {part.__name__: part() for part in (forward, decode_step, training)}
+    for name, report in reports.items():
+        print(f"{name}: largest difference from eager {report.worst_difference:.3g}")
         print(report.summary(), end="\n\n")

@@ -106,9 +106,10 @@ def test_a_block_taken_from_a_file_is_that_file(page: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_every_example_runs_and_is_shown_in_the_docs(example: Path) -> None:
     assert any(block.marker == f"file: {name_of(example)}" for page in WITH_CODE for block in blocks(page))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        runpy.run_path(str(example), run_name="__main__")
+    if example.stem != "huggingface":  # below it runs, and what it finds is looked at
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(example), run_name="__main__")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -184,28 +185,24 @@ def test_what_explain_says_of_a_hugging_face_model(
     regions: str, rounding: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRAPHEX_REGIONS", regions)
-    example = runpy.run_path(str(ROOT / "examples/huggingface.py"))
-    journal = example["generate"]()
+    example = runpy.run_path(str(ROOT / "examples/huggingface.py"), run_name="__main__")
+    journal, reports = example["journal"], example["reports"]
     assert [verdict.status for verdict in journal.verifications] == ["equal"]
     (decoding,) = journal.graphs  # one for all tokens
     assert journal.counts[decoding.graph]["calls"] == 11
-    step = example["decode_step"]()
-    assert len([each for each in step.journal.rewrites if each.rule == "write_input_in_place"]) >= 4
-    for part, phases in (
-        ("forward", ["inference"]),
-        ("decode_step", ["inference"]),
-        ("training", ["forward", "backward"]),
-    ):
-        report = example[part]()
-        assert [graph.phase for graph in report.journal.graphs] == phases
-        own = difference_of_aot_eager(example) if part == "decode_step" else 0.0
+    written = [each for each in reports["decode_step"].journal.rewrites if each.rule == "write_input_in_place"]
+    assert len(written) >= 4
+    phases = {name: [graph.phase for graph in report.journal.graphs] for name, report in reports.items()}
+    assert phases == {"forward": ["inference"], "decode_step": ["inference"], "training": ["forward", "backward"]}
+    for name, report in reports.items():
+        own = difference_of_aot_eager(example) if name == "decode_step" else 0.0
         assert report.worst_difference <= max(rounding, own)
         assert "device ops" in report.summary()
 
 
 def difference_of_aot_eager(example: dict[str, Any]) -> float:
     """What a decode step owes to transformers: 5.23 computes a compiled one in another way than an eager one."""
-    model, prompt, found = example["model"], example["prompt"], []
+    model, prompt, found = example["model"].eval(), example["prompt"], []
     for step in (model, torch.compile(model, backend="aot_eager")):
         cache = example["StaticCache"](config=example["shape"], max_cache_len=32)
         with torch.no_grad():
