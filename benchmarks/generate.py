@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -65,13 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     print("| model | layers | batch | variant | token ms | tokens/s | x floor | step alone ms | first ms | compile s |")
     print(f"|{'---|' * 10}", flush=True)
     printed, jobs = Printed(bandwidth), jobs_of(settings)
+    turns = list(zip_longest(*([each.seconds for each in job.settings] for job in jobs), fillvalue=0.0))
     plan = Plan(
         ends,
         options.together,
         say=lambda text: None,
         timing=1.5,
-        turns=max(len(job.settings) for job in jobs),
-        compiles_each_turn=True,
+        turns=len(turns),
+        turn_seconds=tuple(map(max, turns)),
         room=torch.cuda.mem_get_info()[0] - SPARE if torch.cuda.is_available() else ROOM,
     )
     measure(jobs, printed, plan)

@@ -130,6 +130,11 @@ class Setting:
         most = MODELS[self.model][3]
         return min(self.layers or most, most)
 
+    @property
+    def seconds(self) -> float:
+        """A generous estimate of the time of a row."""
+        return VARIANTS[self.variant].seconds * (0.5 + self.depth / 32)
+
     def tiny(self) -> Setting:
         return replace(self, layers=2, prompt=8, tokens=8, device="cpu", dtype="float32")
 
@@ -187,8 +192,8 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Of one row."""
-        return max(VARIANTS[each.variant].seconds for each in self.settings) * (0.5 + self.setting.depth / 32)
+        """Of the first row."""
+        return self.setting.seconds
 
     @property
     def bytes(self) -> int:

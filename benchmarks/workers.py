@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -219,7 +219,7 @@ class Plan:
     patience: float = math.inf
     room: int = ROOM
     in_turn: bool = False
-    compiles_each_turn: bool = False
+    turn_seconds: tuple[float, ...] = ()
 
 
 def measure(jobs: Iterable[Task[R]], store: Rows[R], plan: Plan) -> list[Task[R]]:
@@ -272,9 +272,9 @@ def _measure_group(workers: list[Worker[R]], following: list[Worker[R]], store: 
     for worker in following:
         worker.started(end)
     for turn in range(plan.turns):
-        if turn and plan.compiles_each_turn and not _is_time_for([worker.job for worker in workers], plan):
+        if plan.turn_seconds and time.perf_counter() + _together(plan.turn_seconds[turn], workers, plan) > plan.end:
             break
-        if not turn or plan.compiles_each_turn:
+        if not turn or plan.turn_seconds:
             _side_by_side(workers, min(end, time.perf_counter() + plan.patience))  # compile
         for worker in workers:
             worker.ask()
@@ -343,8 +343,13 @@ def _groups(jobs: list[Task[R]], plan: Plan) -> Iterator[list[Task[R]]]:
 
 
 def _is_time_for(group: list[Task[R]], plan: Plan) -> bool:
-    seconds = max(job.seconds for job in group) * (1.5 if plan.warm else 1.0) + plan.timing * (len(group) - 1)
-    return time.perf_counter() + seconds <= plan.end
+    seconds = max(job.seconds for job in group) * (1.5 if plan.warm else 1.0)
+    return time.perf_counter() + _together(seconds, group, plan) <= plan.end
+
+
+def _together(seconds: float, group: Sized, plan: Plan) -> float:
+    """The seconds of rows that compile beside each other and are timed one by one."""
+    return seconds + plan.timing * (len(group) - 1)
 
 
 def _kernels(job: Task[R], folder: Path, plan: Plan) -> Path | None:

@@ -309,7 +309,7 @@ def _why_none(node: Node, aliases: Aliases) -> str:
 # -- the tail of a graph -----------------------------------------------------------------------------------------------
 
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.graphex.odd_mm.default)
 LARGE = 2**24  # bytes; copying less takes a GPU no longer than the host needs for a launch
 
 

@@ -1,4 +1,4 @@
-"""Kernels at both ends of a decode step, and their launches: the rows of tokens, the best token of each sequence.
+"""Kernels at both ends of a model, and their launches: the rows of tokens, logits, the best token of each sequence.
 
 `embedding`: a program has one index and a block of columns, so that no index waits for another. ATen's kernel for up to
 16 indices goes through them one after the other. For many indices it has another one, which leaves nothing to gain:
@@ -9,24 +9,37 @@ place of every element, and takes twice as long.
 
     source   row 0 . . . gap | row 1 . . . gap | ...        target   row 0 . . . | row 1 . . . | ...
 
+`odd_mm`: logits straight into rows that are not aligned. The copy engine of Hopper GPUs writes to addresses that are
+multiples of 16 bytes. Of rows of 50,257 elements every eighth lies like the first one, so a tile has rows r, r + 8,
+r + 16 and so on, and begins r columns further left, where they are aligned:
+
+    row 0   |tile 0 . . . .|tile 1 . . . .|           a row of the matrix [M / 8, 8 * N] is 8 of these
+    row 1   le 0 . . . .|tile 1 . . . .|til
+
+Tiles at the ends of rows, one in a hundred, are stored element by element.
+
 `argmax` and `append_tokens_`: the best token of each sequence, and the bookkeeping of a step in one program.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphex.kernels.arithmetic import PTX, ordered, pdl_launch, pdl_wait
-from graphex.kernels.launch import LaunchPlan
+from graphex.kernels.launch import LIBRARY, LaunchPlan, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
+from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.tokens import COPIED, INDICES, MOST_INDICES
+from graphex.ops.tokens import ALIGNED, COPIED, DEPTH, INDICES, MOST_INDICES, rows_in_line, tile_height
 
 _INSIDE = tl.constexpr("""
 {
@@ -151,6 +164,141 @@ def copy_rows(target: Tensor, source: Tensor) -> bool:
     constants = {"BLOCK": COPIED_COLUMNS, "num_warps": COPIED_WARPS}
     LaunchPlan((read.count * blocks,), integers, constants).launch(rows_kernel, (source, target), source)
     return True
+
+
+# -- products of odd width ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def odd_mm_kernel(
+    a,
+    b,
+    c,
+    out,
+    rows,
+    width,
+    down,
+    shift,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """`down` tiles of row 0, then those of row 1 and so on up to STEP read the same columns, and follow each other."""
+    tile = tl.program_id(0)
+    first = (tile % (down * STEP)) // down
+    row = (tile % down) * BM
+    column = (tile // (down * STEP)) * BN - first * shift
+    sums = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        sums = tl.dot(a.load([row, first * K + k]), b.load([column, k]).T, sums)
+    values = sums.to(out.dtype.element_ty)
+    if (column < 0) | (column + BN > width):
+        i, j = tl.arange(0, BM), tl.arange(0, BN)
+        ok = (row + i < rows)[:, None] & ((column + j >= 0) & (column + j < width))[None, :]
+        begin = out + (row.to(tl.int64) * STEP + first) * width + column
+        tl.store(begin + i[:, None] * (STEP * width) + j[None, :], values, mask=ok)
+    else:
+        c.store([row, first * width + column], values)
+
+
+@dataclass(frozen=True, slots=True)
+class OddTile:
+    """Tiles of `columns`; their height follows from the number of rows."""
+
+    columns: int
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.columns} {self.warps}w {self.stages}s"
+
+    def prepare(self, job: Product) -> Callable[..., Tensor]:
+        return partial(_tiled, tile=self)
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """The library's products of the even columns and of the others, in rows with gaps; a copy closes these."""
+
+    name: str = LIBRARY
+
+    def prepare(self, job: Product) -> Callable[..., Tensor]:
+        return _in_parts
+
+
+Product = tuple[Tensor, Tensor]
+ODD_TILES = (OddTile(256, 8, 3), OddTile(256, 8, 4), OddTile(128, 4, 3), OddTile(128, 8, 3))
+HOPPER = 9
+_PRODUCTS: dict[Any, Callable[..., Tensor] | Declined] = {}
+
+
+def _tiled(job: Product, start: Start = launch, *, tile: OddTile) -> Tensor:
+    x, weight = job[0], job[1].t()
+    (rows, depth), width = x.shape, weight.shape[0]
+    step, height = rows_in_line(width), tile_height(rows, depth, width)
+    out = x.new_empty(rows, width)
+    shift, down = width % ALIGNED, blocks_of(rows // step, height)
+    tiles = down * step * blocks_of(width + (step - 1) * shift, tile.columns)
+    described = (
+        TensorDescriptor(x, [rows // step, step * depth], [step * depth, 1], [height, DEPTH]),
+        TensorDescriptor(weight, [width, depth], [depth, 1], [tile.columns, DEPTH]),
+        TensorDescriptor(out, [rows // step, step * width], [step * width, 1], [height, tile.columns]),
+    )
+    sizes = {"K": depth, "STEP": step, "BM": height, "BN": tile.columns, "BK": DEPTH}
+    constants = {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+    start(odd_mm_kernel, (tiles,), (*described, out, rows // step, width, down, shift), constants)
+    return out
+
+
+def _in_parts(job: Product, start: Start = launch) -> Tensor:
+    x, w = job
+    width = w.shape[1]
+    even = width - width % ALIGNED
+    gaps = x.new_empty(x.shape[0], even + ALIGNED)
+    torch.mm(x, w[:, :even], out=gaps[:, :even])
+    gaps[:, even:width] = torch.mm(x, w[:, even:])
+    out = x.new_empty(x.shape[0], width)
+    return out if start is not launch or copy_rows(out, gaps[:, :width]) else out.copy_(gaps[:, :width])
+
+
+class _OneProduct(Scratch[Product]):
+    def jobs(self, job: Product) -> list[Product]:
+        return [job]  # what it reads and writes is more than a cache holds
+
+
+def _prepared(job: Product) -> tuple[Any, bool]:
+    x, w = job
+    if reason := _why_not_tiled(x, w):
+        return (InParts().prepare(job) if x.is_cuda else Declined(reason)), True
+    text = f"{str(x.dtype).removeprefix('torch.')} {x.shape[0]}x{x.shape[1]} -> {w.shape[1]}"
+    configs = (InParts(), *ODD_TILES) if x.is_cuda else ODD_TILES
+    scratch = _OneProduct(job)
+    found = {config.name: scratch.candidate(config) for config in configs}
+    chosen = choose("odd_mm", text, list(found.values()), found[ODD_TILES[0].name])
+    (config,) = (config for config in configs if config.name == chosen.name)
+    return config.prepare(job), is_settled("odd_mm", text)
+
+
+def _why_not_tiled(x: Tensor, w: Tensor) -> str:
+    (rows, depth), width = x.shape, w.shape[1]
+    if x.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != HOPPER):
+        return "the kernel is for Hopper GPUs"
+    if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype or w.device != x.device:
+        return "the matrices are not both float16 or bfloat16, on one device"
+    if x.stride() != (depth, 1) or w.stride() != (1, depth) or not (is_aligned(x) and is_aligned(w)):
+        return "the rows of x or the columns of w do not follow each other in aligned memory"
+    if not tile_height(rows, depth, width) or width < ODD_TILES[0].columns:
+        return "too much of its tiles would be left over"
+    return ""
+
+
+def odd_mm(call: Arguments) -> Any:
+    x, w = call
+    key = signature(x, w), is_aligned(x) and is_aligned(w)
+    return run_job((x, w), x, key, _PRODUCTS, _prepared)
 
 
 # -- the end of a decode step ------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class Observation(TorchDispatchMode):
             if (gradient := self._gradients.get(id(tensor))) is not None and gradient() is tensor:
                 self.reads_gradients = True
             if memory not in self._made:
-                self._outside.append((len(self._rows), weakref.ref(tensor), tensor.data_ptr()))
+                self._outside.append((len(self._rows), weakref.ref(tensor), _address(tensor)))
         self._add(str(func), leaves)
         results = func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
@@ -277,7 +277,12 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """A number for the memory of a tensor; for one that is sparse, of its own."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else -id(tensor)
 
 
 def _plain(leaf: Any) -> object:

@@ -37,7 +37,7 @@ from graphex.env import why_off
 from graphex.errors import CaptureError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
-from graphex.loops.step_state import Found, StepState
+from graphex.loops.step_state import SPARSE, Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
@@ -255,7 +255,9 @@ class TrainStep:
 
     def _kind(self, leaves: Sequence[Any], spec: Any) -> Kind:
         sizes = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, Tensor)
+            (leaf.shape, leaf.stride() if leaf.layout == torch.strided else leaf.layout, leaf.dtype, leaf.device)
+            for leaf in leaves
+            if isinstance(leaf, Tensor)
         )
         plain = tuple(leaf.requires_grad if isinstance(leaf, Tensor) else comparable(leaf) for leaf in leaves)
         values = self._state.values()
@@ -348,9 +350,11 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         unknown: list[Optimizer] = []
         late: list[bool] = []
+        sparse: list[bool] = []
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             late.append(bool(deferred))
+            sparse.append(self._state.has_sparse_gradients(optimizer))
             if not any(optimizer is each for each in self._state.found.optimizers):
                 unknown.append(optimizer)
 
@@ -372,6 +376,8 @@ class TrainStep:
             call()
         if any(late):
             self._stay_plain("a scheduler or an averaged model steps before an optimizer does")
+        elif any(sparse):
+            self._stay_plain(SPARSE)
         elif unknown:
             self._state.found.optimizers += unknown
             self._start_again("another optimizer was met")

@@ -146,6 +146,7 @@ def _same_rate(rate: Any, other: Any) -> bool:
 
 # Types whose work is the host's, and the method that does it: called in a step, it is put off until after it.
 DEFERRED: dict[type, str] = {LRScheduler: "step", ReduceLROnPlateau: "step", AveragedModel: "update_parameters"}
+SPARSE = "a gradient is sparse, and its size depends on data"
 _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
 
 
@@ -208,6 +209,7 @@ class StepState:
         self._rates: dict[int, Rates] = {}
         self._switches = switches_for(_LIBRARIES)
         self._counted: list[Hashable] = []
+        self._chosen: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.look_again()
 
     def look_again(self) -> None:
@@ -223,6 +225,7 @@ class StepState:
         ]
         self._owners = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.found.optimizers]
         self._members = [(group, list(group["params"])) for _, _, groups in self._owners for group in groups]
+        self._is_sparse = any(each.layout != torch.strided for each in (*self.parameters, *self.buffers))
         self._addresses = self._read_addresses()
 
     def _listed(self) -> tuple[list[nn.Module], list[Tensor], list[Tensor]]:
@@ -252,6 +255,8 @@ class StepState:
     # -- what a captured step was made for -------------------------------------------------------------------------
 
     def _read_addresses(self) -> list[tuple[Hashable, ...]]:
+        if self._is_sparse:
+            return []  # no step is captured for such tensors
         return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
 
     def why_elsewhere(self) -> str:
@@ -312,6 +317,10 @@ class StepState:
                 return f"{kind} synchronises gradients in hooks of the host"
         if hook := users_hook((*self._modules, *self.found.optimizers)):
             return hook
+        if self._is_sparse:
+            return "a parameter or a buffer is sparse"
+        if any(getattr(each, "sparse", False) is True for each in self._modules):
+            return SPARSE
         for parameter in self.parameters:
             if is_traceable_wrapper_subclass(parameter):
                 return f"a parameter is a {type(parameter).__name__}, which is made of other tensors"
@@ -348,10 +357,25 @@ class StepState:
 
     def prepare(self) -> list[tuple[Optimizer, list[str]]]:
         """Make optimizers capturable. Returns what was changed on each."""
+        groups = [group for each in self.found.optimizers for group in each.param_groups]
+        chosen = [(group, {name: group.get(name) for name in ("fused", "foreach")}) for group in groups]
         changed = [(each, made_capturable(each)) for each in self.found.optimizers]
+        self._chosen += [(group, before) for group, before in chosen if group.get("fused") != before["fused"]]
         for optimizer in self.found.optimizers:
             self._rates.setdefault(id(optimizer), Rates(optimizer))
         return [(optimizer, changes) for optimizer, changes in changed if changes]
+
+    def has_sparse_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is given a sparse gradient. Fused kernels take none: it is as the user made it then."""
+        gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+        if all(each is None or each.layout == torch.strided for each in gradients):
+            return False
+        for group, before in self._chosen:
+            if any(group is each for each in optimizer.param_groups):
+                group.update(before)
+        if (rates := self._rates.get(id(optimizer))) is not None:
+            rates.give_back()
+        return True
 
     @contextmanager
     def rates_as_tensors(self, told: Callable[[str], None]) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""Tokens at both ends of a decode step: their rows of a table, the best one of each sequence, the count of a step."""
+"""Tokens at both ends of a model: their rows of a table, logits, the best one of each sequence, the count of a step."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,6 +64,40 @@ def embedding(weight: Tensor, indices: Tensor) -> Tensor:
     """
     found: Tensor = aten.embedding.default(weight, indices)
     return found
+
+
+DEPTH = 64  # elements that one step of a product adds up
+ALIGNED = 8  # elements of 16 bits
+HEIGHTS = (128, 64)
+MOST_WASTE = 1.25  # what tiles compute, as a multiple of what is wanted
+
+
+def rows_in_line(width: int) -> int:
+    """How many rows below a row of this width the next one begins that lies as it does within 16 bytes."""
+    return ALIGNED // math.gcd(width, ALIGNED)
+
+
+def tile_height(rows: int, depth: int, width: int) -> int:
+    """The rows of a tile of `odd_mm`, each `rows_in_line` below the one before; 0 if no kernel is for these sizes."""
+    step = rows_in_line(width)
+    if rows % step or not rows or not depth or depth % DEPTH or step == 1:
+        return 0
+    fitting = (height for height in HEIGHTS if -(-rows // step // height) * height * step <= MOST_WASTE * rows)
+    return next(fitting, 0)
+
+
+@op(
+    "graphex::odd_mm(Tensor x, Tensor w) -> Tensor",
+    title="product of odd width",
+    kernel="tokens.odd_mm",
+    rows=RowRule("last_dim", ("x",)),
+)
+def odd_mm(x: Tensor, w: Tensor) -> Tensor:
+    """`x @ w` of matrices [M, K] and [K, N], for results whose rows are not aligned: logits of 50,257 tokens.
+
+    It is for inference, and has no derivative.
+    """
+    return torch.mm(x, w)
 
 
 @op(

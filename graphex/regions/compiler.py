@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from math import isfinite
 from shutil import which
 from statistics import median
@@ -267,8 +267,11 @@ def _bounded(x: Tensor, most: Any) -> Any:
 
 def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
     """On a CPU eager multiplies by the number first: what is too large then is infinite, whatever comes behind it."""
-    is_plain = x.device.type != "cpu" or not x.dtype.is_floating_point or value == 1
-    return NotImplemented if is_plain else x + (a * value) * b
+    if x.device.type != "cpu" or not x.dtype.is_floating_point or value == 1:
+        return NotImplemented
+    floats = [each for each in (x, a, b) if each.dtype.is_floating_point]
+    deciding = [each.dtype for each in floats if each.dim()] or [each.dtype for each in floats]
+    return x + (a.to(reduce(torch.promote_types, deciding)) * value) * b
 
 
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {

@@ -45,6 +45,7 @@ from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line
+from graphex.ops.tokens import tile_height
 from graphex.records import FellBack, RegionBorder, RegionCompiled
 from graphex.regions.compiler import (
     Outcome,
@@ -71,6 +72,7 @@ from graphex.torch_private.symbolic import pytree
 aten = torch.ops.aten
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NOTHING = "nothing is compiled in regions"
+ODD, HOPPER = "odd_product", 9  # the major version of devices that the rule is for
 LARGEST = 2**16  # elements of a constant that is kept on the device
 # Ops that make the same tensor of the same numbers in every call.
 FACTORIES = frozenset(
@@ -87,7 +89,7 @@ class CompileRegions(GraphPass):
     channels_last = "channels_last"  # made on the joint graph of a training step, before it is cut
 
     def rules(self) -> tuple[str, ...]:
-        return self.rule, SEEDED, self.channels_last
+        return self.rule, SEEDED, self.channels_last, ODD
 
     def enabled(self, config: CompilerConfig) -> bool:
         # Dumps of tensor data want the value of every node.
@@ -320,14 +322,25 @@ def _counted_from_the_end(graph: Graph, before: Node, index: Any, size: int) -> 
 
 def _tail(work: Work, device: torch.device) -> list[Node]:
     """The large product at the end of a graph, which runs after the replay. With max-autotune Inductor chooses its
-    kernel; one of odd width needs a region for its padded rows, and a copy in any case.
+    kernel; one of odd width that has no kernel of ours needs a region for its padded rows, and a copy in any case.
     """
     config = work.config
     is_captured = device.type == "cuda" and config.mode == "reduce-overhead" and not config.force_eager
     if work.phase != "inference" or not is_captured or config.clone_output is False or config.capture_sizes:
         return []
     nodes = tail_of(work.graph)
-    return [] if nodes and is_odd_product(nodes[0]) else nodes
+    return [] if nodes and is_odd_product(nodes[0]) and not _taken(work, nodes[0], device) else nodes
+
+
+def _taken(work: Work, product: Node, device: torch.device) -> bool:
+    """Whether a product of odd width becomes an op that writes its rows where they belong."""
+    x, w = (node.meta["val"] for node in product.all_input_nodes)
+    is_fit = tile_height(x.shape[0], *w.shape) and torch.cuda.get_device_capability(device)[0] == HOPPER
+    if not work.allows(ODD) or not is_fit or not known_contiguous(x):
+        return False
+    product.target = torch.ops.graphex.odd_mm.default
+    work.rewired(product, rule=ODD, because="its rows are not aligned, and a kernel writes them where they belong")
+    return True
 
 
 def _why_not_grown(graph: Graph) -> str:

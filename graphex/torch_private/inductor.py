@@ -353,8 +353,8 @@ def _with_every_block_size(code: OutputCode) -> Any:
     stored = {each.kernel_hash for each in bundle.kernel_artifacts}
     kernels = []
     for entry in bundle.static_autotuners:
-        kernel, before = vars(module).get(entry.kernel_name), entry.kernel.compile_results
-        added = getattr(kernel, "compile_results", [])[len(before) :]
+        kernel: Any = vars(module).get(entry.kernel_name)
+        added = getattr(kernel, "compile_results", [])[len(entry.kernel.compile_results) :]
         has_all = all(folder_of(each.kernel.hash) in stored for each in added)
         if added and has_all and kernel is not entry.kernel and kernel.is_statically_launchable():
             configs = [each.config for each in kernel.compile_results]
@@ -395,17 +395,18 @@ def unpacked_code(
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
     settings = find("torch._inductor.config").patch({**patches, "compile_threads": 1})
     with _tracing(fake_mode), settings, _without_trials(is_known=bool(patches.keys() & _ISA_OK.keys())):
-        code = import_code(lambda: _imported(*pickle.loads(data), constants))
+        code = import_code(lambda: _imported(pickle.loads(data), constants))
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
 
 
-def _imported(code: OutputCode, sources: bytes, constants: Any) -> OutputCode:
+def _imported(packed: tuple[OutputCode, bytes], constants: Any) -> OutputCode:
     """Code with its kernels and its function. These are steps of Inductor's own cache after a hit.
 
     Its other steps are notes for logs, and a search for tuned kernels on other machines. That asks for a hash of
     Triton's library of 400 MB, 0.4 s, whether it is switched on or not.
     """
+    code, sources = packed
     if find("torch._inductor.config").bundled_autotune_remote_cache:
         found, _ = find("torch._inductor.codecache.FxGraphCache").cache_hit_post_compile(code, {}, constants)
         if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,9 +190,16 @@ def test_the_rows_of_a_group_take_turns_to_be_measured() -> None:
 
 
 def test_a_turn_may_be_a_row_of_its_own_that_is_compiled_first() -> None:
-    seen, _ = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], together=2, turns=2, compiles_each_turn=True)
+    seen, _ = measured([Job(STEP, DEFAULT), Job(STEP, REDUCE)], together=2, turns=2, turn_seconds=(1.0, 1.0))
     # The stand-in has one row, so that each request after its first measurement is one more.
     assert seen[4:] == [f"{stage} {variant.name}" for stage in STAGES_OF_TURNS for variant in (DEFAULT, REDUCE)]
+
+
+def test_a_turn_for_which_there_is_no_time_is_left_out() -> None:
+    soon = time.perf_counter() + 1000
+    seen, store = measured([Job(STEP, REDUCE)], end=soon, turns=3, turn_seconds=(1.0, 2000.0, 1.0))
+    assert [each.split()[0] for each in seen] == ["start", "build", "compile", "measure"]
+    assert len(store.rows) == 1
 
 
 def test_second_processes_compile_again_after_all_measurements() -> None:

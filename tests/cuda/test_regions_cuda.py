@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 import graphex
+from graphex.ops.tokens import tile_height
 from tests.harness.capture import count, reasons, replays
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, OUTSIDE_ON_GPU, extremes, far_off
 
@@ -218,8 +219,27 @@ def test_logits_have_eagers_strides_whatever_rows_they_are_computed_in(width, sp
         assert found.stride() == expected.stride()
         close(found.float(), expected.float(), 2e-1)
         del found
+    is_written_in_place = split and clone_output is not False and torch.cuda.get_device_capability()[0] == 9
+    split = 0 if is_written_in_place else split
     assert [(record.status, record.split_products) for record in graphex.journal(run).regions] == [("compiled", split)]
+    assert [each.rule for each in graphex.journal(run).rewrites].count("odd_product") == bool(is_written_in_place)
     assert (replays(run), reasons(run)) == (CALLS - 1, [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1024, 50257), (512, 30522), (2000, 51865), (256, 9004), (64, 9001)])
+@torch.no_grad()
+def test_a_product_of_odd_width_is_right_in_all_tiles_and_by_the_library(rows, width, dtype):
+    tokens = pytest.importorskip("graphex.kernels.tokens")
+    x, w = (torch.randn(size, 192, device="cuda", dtype=dtype) for size in (rows, width))
+    job, expected = (x, w.t()), (x.double() @ w.t().double()).float()
+    ways = [tokens.InParts(), *(tokens.ODD_TILES if tile_height(rows, 192, width) else ())]
+    for way in ways:
+        poison = torch.full((rows, width), nan, device="cuda", dtype=dtype)
+        del poison  # the next result gets its memory
+        close(way.prepare(job)(job).float(), expected, 1e-1)
+    close(torch.ops.graphex.odd_mm(x, w.t()).float(), expected, 1e-1)
 
 
 @torch.no_grad()

@@ -29,6 +29,15 @@ def test_an_index_outside_of_a_table_stops_the_device_before_a_row_is_read(dtype
     assert 0 < code.index("trap;") < code.index("ld.global.v")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_odd_width_is_read_and_written_by_the_copy_engine(dtype, monkeypatch):
+    make = Maker(dtype)
+    code = compiled("graphex::odd_mm", Sample((make(1024, 768), make(50257, 768).t())), monkeypatch)
+    assert "wgmma.mma_async" in code
+    assert "cp.async.bulk.tensor.2d.shared" in code
+    assert "cp.async.bulk.tensor.2d.global" in code
+
+
 @pytest.mark.parametrize("name", [name for name in cases() if "rotary" in name])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_a_rotation_are_rounded_before_they_are_added(name, dtype, monkeypatch):

@@ -538,6 +538,57 @@ def test_a_rate_that_the_step_sets_is_set_in_every_step(change, where):
     close(*ended)
 
 
+class Sparse(nn.Module):
+    """A table whose gradient is sparse, by a layer or by a function, or a sparse matrix among its buffers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(12, 8, sparse=kind == "layer")
+        self.head = nn.Linear(8, 12)
+        self.register_buffer("mixing", torch.eye(6).to_sparse() if kind == "buffer" else torch.eye(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = functional.embedding(tokens, self.table.weight, sparse=self.kind != "buffer")
+        return self.head(self.mixing @ rows)
+
+
+SPARSE_REASON = "a gradient is sparse, and its size depends on data"
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "reason"),
+    [
+        ("layer", partial(torch.optim.SGD, lr=0.1, momentum=0.9), SPARSE_REASON),
+        ("function", partial(torch.optim.SGD, lr=0.1, momentum=0.9), SPARSE_REASON),
+        ("function", partial(torch.optim.SparseAdam, lr=0.1), SPARSE_REASON),
+        ("buffer", partial(torch.optim.AdamW, lr=0.1), "a parameter or a buffer is sparse"),
+    ],
+    ids=["layer", "function", "sparse adam", "buffer"],
+)
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_step_with_sparse_tensors_runs_as_it_is(kind, optimizer, reason, where):
+    ended = []
+    for wrap in (partial(graphex.train_step, compile=False), lambda step: step):
+        model = model_on(where, partial(Sparse, kind))
+        mine, others = optimizer(model.table.parameters()), torch.optim.AdamW(model.head.parameters(), lr=0.1)
+
+        def step(x, y, model=model, mine=mine, others=others):
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            for each in (mine, others):
+                each.step()
+                each.zero_grad()
+            return loss
+
+        stepped = wrap(step)
+        losses = trained(stepped, tokens(where))
+        ended.append((losses, {name: value.to_dense() for name, value in model.state_dict().items()}))
+        assert stepped is step or reasons(stepped) == [reason]
+        assert isinstance(mine.param_groups[0]["lr"], float)
+    close(*ended)
+
+
 def test_an_averaged_model_is_updated_by_the_host(where):
     mine = model_on(where, mlp)
     average = AveragedModel(mine, multi_avg_fn=get_ema_multi_avg_fn(0.5))

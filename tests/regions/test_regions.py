@@ -1162,7 +1162,8 @@ def test_mixed_types_are_eagers():
     def program(x, y, count):
         bounded = count.clamp(min=x), y.clamp(x, x.flip(0)), torch.clamp_max(count, x)
         counted = (y > 0).sum(), y.sum(dtype=torch.bool), (count * 2).sum(dtype=torch.bool)
-        return bounded, torch.ldexp(x, y), counted, x * y + count
+        products = torch.addcmul(x, x, y * 1e-269, value=7), torch.addcmul(y * 1e-269, x, x, value=7)
+        return bounded, torch.ldexp(x, y), counted, x * y + count, products
 
     x = torch.tensor([1.0, -0.0, nan, 3e38, -3e38, 2.0, inf, -2.5, 0.5] * 5)
     given = x, x.flip(0).double() * 3e269, torch.tensor([9, 1, -3, 7, 200] * 9)

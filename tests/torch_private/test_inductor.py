@@ -56,10 +56,18 @@ def test_what_was_imported_before_stays(first):
 
 
 def test_a_matcher_that_wants_more_gets_all_of_it():
-    """As another version of torch might."""
+    """As another version of torch might. A tree that is not installed imports the matcher with graphex: here later."""
     other = """
+    from importlib import metadata
+
+    found, ours = metadata.entry_points, {"group": "torch_dynamo_backends", "name": "graphex"}
+    metadata.entry_points = lambda **what: [what] if what == ours else found(**what)
     from graphex.torch_private import inductor
     inductor.LATER = dict.fromkeys(inductor.LATER, "something_else")
+    metadata.entry_points = found
+    if not found(**ours):
+        from graphex.backend import register
+        register()
     """
     run(other, COMPILE, "assert 'torch._inductor.lowering' in sys.modules", WHOLE)
 

@@ -85,7 +85,7 @@ def exact_results(name: str, sample: Sample) -> list[Tensor] | None:
     """The reference in float64: for sums, and for ops on float32 that neither quantise nor write."""
     floats = [a for a in tree_leaves(sample.args) if isinstance(a, Tensor) and a.is_floating_point()]
     is_wide = all(a.dtype == torch.float32 for a in floats)
-    of_sums = any(word in name for word in ("linears", "attention", "experts", "grouped", "rms_norm_add"))
+    of_sums = any(word in name for word in ("linears", "attention", "experts", "grouped", "rms_norm_add", "odd_mm"))
     if not of_sums and ("quant" in name or name.endswith("_") or not is_wide):
         return None
     in_float64 = lambda t: t.double() if t.is_floating_point() else t  # noqa: E731

@@ -31,7 +31,7 @@ POINTERS = {
 KERNELS = {
     "norm": ("norm_kernel",),
     "activations": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
-    "tokens": ("embedding_kernel",),
+    "tokens": ("embedding_kernel", "odd_mm_kernel"),
     "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
     "grouped": ("grouped_kernel", "finalize_kernel"),
     "rotary": ("rotary_kernel",),
@@ -56,6 +56,7 @@ class Compiler:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
         if "PDL" in self.kernel.arg_names:
             constants["PDL"] = True  # as on a Hopper GPU
@@ -65,6 +66,8 @@ class Compiler:
         aligned: dict[tuple[int, ...], object] = {}
 
         def type_of(value: object, path: tuple[int, ...], specialised: bool) -> object:
+            if isinstance(value, TensorDescriptor):
+                return f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
             if isinstance(value, tuple):
                 return tuple(type_of(each, (*path, at), specialised) for at, each in enumerate(value))
             if value is None or (specialised and isinstance(value, int) and value == 1):

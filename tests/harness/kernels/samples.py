@@ -179,6 +179,14 @@ def route(make: Maker) -> Iterator[Sample]:
         yield Sample((logits, bias, top, scores, dtype), how)
 
 
+def odd_mm(make: Maker) -> Iterator[Sample]:
+    """Every eighth, fourth and second row is aligned; then sizes that are for the library."""
+    yield Sample((make(512, 64), make(265, 64).t()))
+    yield Sample((make(272, 128), make(518, 128).t()))
+    yield Sample((make(112, 64), make(300, 64).t()))
+    yield Sample((make(3, 5), make(7, 5).t()))
+
+
 def argmax(make: Maker) -> Iterator[Sample]:
     yield Sample((make(2, 5000),))
     yield Sample((make(1, 7).round(),))
@@ -574,6 +582,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::dropout_seeds": dropout_seeds,
     "graphex::experts": experts,
     "graphex::route": route,
+    "graphex::odd_mm": odd_mm,
     "graphex::argmax": argmax,
     "graphex::append_tokens_": append_tokens_,
     "graphex::silu_mul_dynamic_quant": silu_mul_dynamic_quant,

@@ -24,6 +24,10 @@ DECLINED = {
         "the norm has another type than x and the residual",
         "the rows of x and of the residual are in another order in memory",
     },
+    "graphex::odd_mm": {
+        "the matrices are not both float16 or bfloat16, on one device",
+        "too much of its tiles would be left over",
+    },
     "graphex::rotary_attention_": {"there is more than one token"},
     "npu::npu_dynamic_quant": {"smooth scales of groups of rows"},
     "npu::npu_grouped_matmul": {
