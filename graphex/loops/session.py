@@ -35,6 +35,7 @@ from torch.nn import Module, Parameter
 from graphex.backend import Backend
 from graphex.config import config_from
 from graphex.device import Device, device_of
+from graphex.errors import one_line
 from graphex.loops.decode_loop import FixedCall, compiling
 from graphex.loops.loop_cache import LoopCache, read, why_not
 from graphex.loops.observation import Reached
@@ -365,22 +366,22 @@ def _angles_by_length(model: Any) -> str:
     return ""
 
 
-def report_to_host(device: Device, batch: int, where: torch.device) -> Tensor | None:
-    """Memory of the host that `append_tokens_` reports to; None where it cannot, which trying it shows."""
+def report_to_host(device: Device, batch: int, where: torch.device) -> Tensor | str:
+    """Memory of the host that `append_tokens_` reports to, or why it cannot, which trying it shows."""
     zeros = partial(torch.zeros, dtype=torch.long, device=where)
-    report = device.host_buffer(zeros((REPORTED, batch + 1)))
     chosen = torch.arange(1, batch + 1, device=where)
     state = zeros((batch, 1)), zeros((batch, 1)), zeros(()), torch.ones(batch, dtype=torch.bool, device=where)
     try:
-        report.fill_(-1)
+        report = device.host_buffer(zeros((REPORTED, batch + 1))).fill_(-1)
         done = torch.zeros((), dtype=torch.bool, device=where)
         torch.ops.graphex.append_tokens_(chosen, *state, done, report=report)
         event = device.event()
         event.record()
         event.synchronize()
-    except Exception:  # by a kernel, by torch, by a device that is none of these
-        return None
-    return report if report[0].tolist() == [*range(1, batch + 1), 0] else None
+    except Exception as error:  # by a kernel, by torch, by a device that is none of these
+        return one_line(error)
+    is_there = report[0].tolist() == [*range(1, batch + 1), 0]
+    return report if is_there else "what the device writes there does not arrive"
 
 
 def with_own_code(function: Any) -> Any:
@@ -401,13 +402,16 @@ class Session:
         self.length = torch.zeros((), dtype=torch.long, device=where)
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=where)
         self.done = torch.zeros((), dtype=torch.bool, device=where)
-        self._report = report_to_host(self.device, batch, where)
         self.mask = None if wanted.mask is None else wanted.mask.new_ones((batch, wanted.room))
         self.position = None if wanted.position is None else torch.zeros_like(wanted.position[..., :1])
         self.tensors: list[Tensor] = []  # of the model, in the generation that goes on
         self._extra = wanted.extra
         backend = Backend(config_from({"force_eager": True, **(options or {})}))
         self.journal = backend.journal
+        report = report_to_host(self.device, batch, where)
+        self._report = None if isinstance(report, str) else report
+        if isinstance(report, str):
+            self.journal.fall_back(FellBack("generation", "tokens are copied to the host after each step", report))
         self._function = with_own_code(model_step)
         self._step = torch.compile(self._function, backend=backend, dynamic=False)
         self._prompt_function = with_own_code(prompt_step)

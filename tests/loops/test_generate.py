@@ -211,13 +211,16 @@ def test_steps_write_their_tokens_on_the_host_and_nothing_is_copied_unless_somet
     assert len(sent) == 5
 
 
-def test_a_device_that_does_not_write_on_the_host_copies(model, captures, monkeypatch):
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_device_that_does_not_write_on_the_host_copies_and_that_is_told(model, captures, monkeypatch):
     def buffer(like: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(like, dtype=torch.int32 if like.dim() == 2 else like.dtype)  # the first is refused
 
     monkeypatch.setattr(captures, "host_buffer", buffer)
     assert_same(model, prompt(), **GREEDY)
     assert_same(model, prompt(3), **GREEDY)
+    told = [each.what for each in graphex.generation(model).journal.fallbacks]
+    assert told == ["tokens are copied to the host after each step"] * 2  # a session for each batch
 
 
 def test_time_that_is_up_ends_a_generation(model):
