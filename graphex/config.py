@@ -251,8 +251,10 @@ class CompilerConfig:
     mode = Option(
         Choice("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "eager"),
         "reduce-overhead",
-        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same "
-        "today. `max-autotune-no-cudagraphs` and `eager`: all passes, no capture.",
+        "`reduce-overhead`: all passes, then device-graph replay where the device has it. `max-autotune`: the same, "
+        "and Inductor tries several kernels for each product and convolution of a region, which are taken where the "
+        "region is faster with them. `max-autotune-no-cudagraphs`: that without capture. `eager`: all passes, no "
+        "capture.",
     )
     force_eager = Option(Flag(), False, "Run the passes but never capture a device graph.")
     capture_limit = Option(

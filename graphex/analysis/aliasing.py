@@ -348,9 +348,13 @@ class Aliases:
 
     def _visit(self, node: Node) -> None:
         position, known, reads = self._position[node], self._storages, self._reads
-        for value in touched_by(node):
-            for storage in known.get(value, ()):
+        if node.target is operator.getitem:  # only the part that is taken: a region may have a thousand
+            for storage in self._part_of(node):
                 _append(reads, storage, position)
+        else:
+            for value in touched_by(node):
+                for storage in known.get(value, ()):
+                    _append(reads, storage, position)
         if node.op == "output":
             leaves = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
             for place, leaf in enumerate(leaves):

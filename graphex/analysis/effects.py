@@ -35,6 +35,7 @@ _REGION = "graphex_region"
 _MEMBER = "graphex_region_member"
 
 Places = frozenset[int]
+EVERY_LIBRARY = frozenset({"cublas", "cudnn", "attention", "linalg"})
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class RegionContract:
                number may share memory
     scratch    the most bytes that are alive at one time beside inputs and outputs
     may_raise  whether it may raise, depending on data
+    libraries  those that may compute some of its ops (see `libraries_of`)
+    is_ours    whether it may call ops that graphex has kernels for
 
     A region with a contract has no other effect: it draws no random numbers, keeps no tensor, launches nothing that
     goes on when it returns, orders no streams.
@@ -59,6 +62,8 @@ class RegionContract:
     allocates: tuple[Places, ...]
     scratch: int = 0
     may_raise: bool = True
+    libraries: frozenset[str] = EVERY_LIBRARY
+    is_ours: bool = True
 
     @property
     def touched(self) -> Places:
@@ -97,14 +102,18 @@ def body_of(node: Node) -> GraphModule | None:
     return body if isinstance(body, GraphModule) else None
 
 
-def every_node(graph: Graph) -> Iterator[Node]:
-    """The nodes of a graph, with those inside of a region in place of the node that calls it."""
+def calls_of_ours(graph: Graph) -> Iterator[Node]:
+    """The calls of ops that graphex declares, those inside of regions too. A region without any is not looked into."""
     for node in graph.nodes:
-        body = body_of(node)
-        if body is None:
-            yield node
-        else:
-            yield from (inner for inner in body.graph.nodes if inner.op not in ("placeholder", "output"))
+        contract = region_of(node)
+        body = body_of(node) if contract is not None and contract.is_ours else None
+        yield from filter(is_ours, (node,) if body is None else body.graph.nodes)
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls an op that graphex declares."""
+    op = operator_of(node)
+    return op is not None and op._schema.name in SPECS
 
 
 def home_of(node: Node) -> str:
@@ -399,7 +408,6 @@ aten = torch.ops.aten
 _NOTHING: frozenset[str] = frozenset()
 _CUBLAS = frozenset({"cublas"})
 _ATTENTION = frozenset({"cublas", "attention"})
-_EVERYTHING = frozenset({"cublas", "cudnn", "attention", "linalg"})
 
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _PLAIN = {
@@ -417,15 +425,17 @@ def libraries_of(graph: Graph) -> frozenset[str]:
     """The libraries that may compute some of the ops: `cublas`, `cudnn`, `attention` (torch's choice among its
     implementations of it) and `linalg`.
     """
-    return _NOTHING.union(*map(_libraries_of, every_node(graph)))
+    return _NOTHING.union(*map(_libraries_of, graph.nodes))
 
 
 def _libraries_of(node: Node) -> frozenset[str]:
     if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
         return _NOTHING
+    if (contract := region_of(node)) is not None:
+        return contract.libraries
     op = operator_of(node)
     if op is None:
-        return _EVERYTHING
+        return EVERY_LIBRARY
     spec = SPECS.get(op.name().partition(".")[0])
     if spec is not None and spec.defined_here:
         return _ATTENTION if spec.name in _ATTENDING else _CUBLAS
@@ -433,7 +443,7 @@ def _libraries_of(node: Node) -> frozenset[str]:
         return _CUBLAS
     is_plain = op.overloadpacket in _PLAIN or does_nothing(node)
     is_atens = op.namespace == "aten" and (op.is_view or torch.Tag.pointwise in op.tags)
-    return _NOTHING if is_plain or is_atens else _EVERYTHING
+    return _NOTHING if is_plain or is_atens else EVERY_LIBRARY
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

@@ -152,7 +152,12 @@ def _parsed(trace: str) -> tuple[Frame, ...]:
 
 def node_line(node: Node) -> str:
     """``model.py:14: return q, y * 2`` for a node that came from there; empty if torch recorded nothing."""
-    frames = frames_of(node)
+    return _last_line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=4096)
+def _last_line(trace: str) -> str:
+    frames = _parsed(trace)
     return str(frames[-1]) if frames else ""
 
 

@@ -40,7 +40,9 @@ from graphex.analysis.effects import (
     Sync,
     home_of,
     is_kernel,
+    is_ours,
     is_work,
+    libraries_of,
     operator_of,
     region_of,
     synchronisation,
@@ -278,6 +280,8 @@ def contract_of(gm: GraphModule) -> RegionContract | Refusal:
         allocates=tuple(frozenset(index for index, storage in enumerate(own) if storage in each) for each in memory),
         scratch=max(predicted_peak(graph, aliases) - kept, 0),
         may_raise=any(map(can_raise, graph.nodes)),
+        libraries=libraries_of(graph),
+        is_ours=any(map(is_ours, graph.nodes)),
     )
 
 

@@ -8,11 +8,16 @@
 
 They agree on values computed from contiguous ones. Other values with such dimensions are in doubt: where the user can
 see their strides, in a result or in one that is computed from it, they are computed as the program has it.
+
+`known_range` is about integers that a graph counts by itself, such as positions in a prompt:
+
+    i = arange(64); j = unsqueeze(add(i, 2), 0)         j lies between 2 and 65
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -173,3 +178,70 @@ def absolutely_addressed(node: Node) -> list[Node]:
     if str(getattr(node.target, "__name__", "")) == "auto_functionalized_v2":
         return list(node_leaves(node.kwargs.get("_all_bases")))
     return []
+
+
+# -- integers that a graph counts --------------------------------------------------------------------------------------
+
+
+Range = tuple[int, int]
+_DEEPEST = 12  # nodes that are followed
+_ARANGE = torch.ops.aten.arange
+# Ops whose result holds numbers of their first argument, and no others.
+_SAME_NUMBERS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose", "t", "repeat"),
+        *("select", "slice", "clone", "alias", "detach", "flatten", "flip", "contiguous"),
+    )
+)
+
+
+def known_range(value: Any, deepest: int = _DEEPEST) -> Range | None:
+    """The least and the greatest number that an integer, or the elements of a node of integers, can be; None if that is
+    not known, or if arithmetic might not fit into their type.
+    """
+    if type(value) is int:
+        return value, value
+    op = operator_of(value) if isinstance(value, Node) and deepest else None
+    tensor = value.meta.get("val") if op is not None else None
+    if op is None or not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        return None
+    found = _range_of(op, value, deepest - 1)
+    info = torch.iinfo(tensor.dtype)
+    return found if found is not None and info.min <= found[0] and found[1] <= info.max else None
+
+
+def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | None:
+    packet, args = op.overloadpacket, node.args
+    if packet is _ARANGE:
+        return _counted(args)
+    if packet in _SAME_NUMBERS or packet is torch.ops.aten._to_copy:
+        return known_range(args[0], deepest)
+    if packet is torch.ops.aten.remainder:
+        by = args[1]
+        return (0, by - 1) if type(by) is int and by > 0 else None
+    if packet not in _ARITHMETIC or node.kwargs:
+        return None
+    pairs = [known_range(each, deepest) for each in args]
+    if len(pairs) != 2 or pairs[0] is None or pairs[1] is None:
+        return None
+    ends = [_ARITHMETIC[packet](one, other) for one in pairs[0] for other in pairs[1]]
+    return min(ends), max(ends)
+
+
+# Ops on two integers that are least and greatest at the ends of their ranges.
+_ARITHMETIC: dict[Any, Callable[[int, int], int]] = {
+    torch.ops.aten.add: operator.add,
+    torch.ops.aten.sub: operator.sub,
+    torch.ops.aten.mul: operator.mul,
+    torch.ops.aten.minimum: min,
+    torch.ops.aten.maximum: max,
+}
+
+
+def _counted(args: tuple[Any, ...]) -> Range | None:
+    """The range of `arange`: (end), (start, end) or (start, end, step)."""
+    if not args or not all(type(each) is int for each in args):
+        return None
+    numbers = range(*args)
+    return (min(numbers[0], numbers[-1]), max(numbers[0], numbers[-1])) if numbers else (0, 0)

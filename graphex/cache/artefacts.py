@@ -8,6 +8,9 @@
 No path is stored. A source line is the number of the node, as AOTAutograd gave it, that has this line: the next process
 has the same nodes, and its own lines.
 
+A process that loads an artefact runs the graph after all passes, and calls the code of its regions. The functional
+graph and those of regions are made when something asks for them, which few processes do.
+
 With `regions="background"` code comes from another process as such data, while calls run the nodes one by one:
 
     call 1, 2 ...   the regions' nodes, captured as every graph is       a process: Inductor, once for regions alike
@@ -30,8 +33,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +45,16 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis import node_line
 from graphex.analysis.graphs import attribute_of
-from graphex.cache.graphs import TRACE, CannotStoreError, GraphData, packed_graph, unpacked_graph
+from graphex.cache.graphs import (
+    TRACE,
+    CannotStoreError,
+    GraphData,
+    check_names,
+    op_name,
+    op_named,
+    packed_graph,
+    unpacked_graph,
+)
 from graphex.errors import one_line
 from graphex.records import (
     FellBack,
@@ -56,8 +69,7 @@ from graphex.records import (
     RuleTried,
 )
 from graphex.regions.compiler import RegionCode, compile_region, settings
-from graphex.regions.members import inlined_ops
-from graphex.regions.region import Region
+from graphex.regions.region import Promises, Region
 from graphex.regions.stage import NOTHING, region_record
 from graphex.runtime.buffers import Kept
 from graphex.runtime.codegen import region_called
@@ -69,26 +81,34 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
 
 LARGEST_CONSTANTS = 2**24  # bytes
 BELIEVED = 3600.0  # seconds: so long is a doubtful trial believed
+_OURS = ("op graphex.", "op npu.")
 _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, MemoryPredicted, FellBack)
 
 
 @dataclass(frozen=True)
 class CodeData:
-    """Inductor's code for regions that are alike. `known` are settings that spare it work when the code is loaded."""
+    """Inductor's code for regions that are alike. `known` are settings that spare it work when the code is loaded,
+    `inlined` the names of ops that it was given the formula of.
+    """
 
     packed: bytes
     known: dict[str, Any]
     source: str
     kernels: tuple[str, ...]
+    inlined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RegionData:
-    """A region: its graph, the number of its code, and the line that a warning about it names."""
+    """A region: its graph, the number of its code, and the line that a warning about it names.
+
+    `promises` is there if its graph is not needed until something asks for it.
+    """
 
     body: GraphData
     code: int
     line: str
+    promises: Promises | None
 
 
 @dataclass
@@ -173,7 +193,8 @@ def artefact_of(
         body = _numbered(packed_graph(region.body.graph), places)
         if body.attributes:
             raise CannotStoreError(f"'{node.name}' holds constants")
-        made.regions[str(node.target)] = RegionData(body, numbers[id(region.code)], region.line)
+        promises = Promises.of(region.body) if body.is_fixed and not region.looks_up else None
+        made.regions[str(node.target)] = RegionData(body, numbers[id(region.code)], region.line, promises)
     made.records = [record for record in records if isinstance(record, _FACTS)]
     if lost := next((each for each in records if isinstance(each, FellBack) and each.what != NOTHING), None):
         raise CannotStoreError(f"{lost.what}: {lost.reason}")  # the next process may do better
@@ -191,7 +212,8 @@ def _code_data(name: str, code: RegionCode) -> CodeData:
     if code.stored is None:
         raise CannotStoreError(f"'{name}' needs AOTAutograd around its code")
     try:
-        return CodeData(packed_code(code.stored), known_instruction_set(), code.source, code.kernels)
+        inlined = tuple(map(op_name, code.inlined))
+        return CodeData(packed_code(code.stored), known_instruction_set(), code.source, code.kernels, inlined)
     except Exception as error:  # Inductor may raise anything
         raise CannotStoreError(f"the code of '{name}' cannot be written: {error}") from error
 
@@ -225,11 +247,10 @@ def _own_constants(gm: GraphModule, made: Artefact, given: Given) -> dict[str, T
 
 @dataclass(frozen=True)
 class Made:
-    """A graph that runs, its functional graph, and its records."""
+    """A graph that runs, and its functional graph, which is made when it is asked for."""
 
     gm: GraphModule
-    functional: Graph
-    records: list[Record]
+    functional: Callable[[], Graph]
 
 
 def made_from(
@@ -240,33 +261,81 @@ def made_from(
     fall_back: Callable[[str, str, str], None],
     *,
     compile_again: bool = False,
+    unloadable: Callable[[], None] | None = None,
 ) -> Made:
     """The graph of an artefact, with fake tensors of this mode and the constants of the graph as it is given here.
 
-    `compile_again`: what Inductor made of its regions is for another device.
+    `compile_again`: what Inductor made of its regions is for another device. `unloadable` is called if the code of a
+    region cannot be loaded: the nodes of the region run, with a record. Without it, that raises.
     """
+    check_graphs(artefact)
     graph = unpacked_graph(artefact.graph, mode, given.traces)
     root = torch.nn.Module()
     for name, value in {**given.constants, **artefact.constants}.items():
         _attach(root, name, value)
     lines = dict(zip(artefact.lines, given.lines, strict=False))
     codes: dict[int, RegionCode] = {}
+    calls = {str(node.target): node for node in graph.find_nodes(op="call_module")}
     for name, data in artefact.regions.items():
-        body = graph_module(torch.nn.Module(), unpacked_graph(data.body, mode, given.traces))
-        if data.code not in codes:
-            code = artefact.codes[data.code]
-            codes[data.code] = (
-                compile_region(body, patches) if compile_again else _region_code(code, body, mode, patches)
-            )
-        root.add_module(name, Region(name, body, codes[data.code], lines.get(data.line, data.line), fall_back))
-    functional = unpacked_graph(artefact.functional, mode)
-    return Made(graph_module(root, graph), functional, [_with_lines(record, lines) for record in artefact.records])
+        body = cache(partial(_body, data.body, mode, given.traces))
+        if data.code not in codes and compile_again:
+            codes[data.code] = compile_region(body(), patches)
+        elif data.code not in codes:
+            load = partial(_region_code, artefact.codes[data.code], _values(calls[name].args), mode, patches)
+            codes[data.code] = load() if unloadable is None else _loaded_or_not(load, unloadable)
+        line, made = lines.get(data.line, data.line), body if data.promises else body()
+        root.add_module(name, Region(name, made, codes[data.code], line, fall_back, data.promises))
+    return Made(graph_module(root, graph), cache(partial(unpacked_graph, artefact.functional, mode)))
 
 
-def _region_code(data: CodeData, body: GraphModule, mode: FakeTensorMode, patches: dict[str, Any]) -> RegionCode:
-    inputs = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+def _loaded_or_not(load: Callable[[], RegionCode], unloadable: Callable[[], None]) -> RegionCode:
+    """Code as it is loaded; if it is not, code that says why when it is called, so that the region does without."""
+    try:
+        return load()
+    except Exception as error:  # Inductor may raise anything
+        unloadable()
+        return RegionCode(partial(_raise, error), "", (), 0.0)
+
+
+def check_graphs(artefact: Artefact) -> None:
+    """Raise what making a graph of the artefact would, later, for an op that is not there in this process."""
+    for data in (artefact.functional, *_graphs(artefact)):
+        check_names(data)
+
+
+def calls_ours(artefact: Artefact) -> bool:
+    """Whether a graph calls ops of graphex's, in a region or not: making it may compile their kernels."""
+    return any(node.target.startswith(_OURS) for data in _graphs(artefact) for node in data.nodes)
+
+
+def _graphs(artefact: Artefact) -> Iterator[GraphData]:
+    """The graph that runs, and those of its regions."""
+    yield artefact.graph
+    yield from (region.body for region in artefact.regions.values())
+
+
+def records_of(artefact: Artefact, given: Given) -> list[Record]:
+    """The records of a graph, with the source lines of this process."""
+    lines = dict(zip(artefact.lines, given.lines, strict=False))
+    return [_with_lines(record, lines) for record in artefact.records]
+
+
+def _raise(error: Exception, args: list[Any]) -> Any:
+    raise error
+
+
+def _body(data: GraphData, mode: FakeTensorMode, traces: Sequence[str]) -> GraphModule:
+    return graph_module(torch.nn.Module(), unpacked_graph(data, mode, traces))
+
+
+def _values(nodes: Iterable[Any]) -> list[Any]:
+    return [node.meta.get("val") for node in nodes]
+
+
+def _region_code(data: CodeData, inputs: Sequence[Any], mode: FakeTensorMode, patches: dict[str, Any]) -> RegionCode:
+    """The code of a region that is given inputs of these fake values."""
     code = unpacked_code(data.packed, inputs, mode, {**patches, **data.known})
-    return RegionCode(runner_of(code), data.source, data.kernels, 0.0, tuple(inlined_ops(body.graph)), code)
+    return RegionCode(runner_of(code), data.source, data.kernels, 0.0, tuple(map(op_named, data.inlined)), code)
 
 
 def _attach(root: torch.nn.Module, path: str, value: Any) -> None:
@@ -428,7 +497,8 @@ def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> Regio
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     try:
         with compile_lock:
-            return replace(_region_code(code, body, mode, patches), **about)
+            inputs = _values(body.graph.find_nodes(op="placeholder"))
+            return replace(_region_code(code, inputs, mode, patches), **about)
     except Exception as error:  # Inductor may raise anything
         return f"its code cannot be loaded: {one_line(error)}"
 
@@ -492,7 +562,8 @@ def _compiled(data: GraphData, patches: dict[str, Any]) -> Compiled:
     if code.stored is None:
         raise TypeError("its code needs AOTAutograd around it")
     about = {"seconds": code.seconds, "autotuned": code.autotuned, "split_products": code.split_products}
-    return CodeData(packed_code(code.stored), {}, code.source, code.kernels), about
+    inlined = tuple(map(op_name, code.inlined))
+    return CodeData(packed_code(code.stored), {}, code.source, code.kernels, inlined), about
 
 
 def _devices(body: GraphModule) -> set[int]:

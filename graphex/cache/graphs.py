@@ -30,6 +30,7 @@ from graphex.torch_private.symbolic import (
     FakeTensorMode,
     expression_of,
     free_unbacked_symbols,
+    pytree,
     symbolic,
     unset_fake_temporarily,
     without_guards,
@@ -118,6 +119,20 @@ class GraphData:
     def attributes(self) -> list[str]:
         """The constants that the graph reads."""
         return list(dict.fromkeys(node.target for node in self.nodes if node.op == "get_attr"))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every size is a number: the graph can be made again at any time, without symbols of a process."""
+        values = pytree.tree_leaves([node.meta.get("val") for node in self.nodes], is_leaf=_is_value)
+        tensors = [value for value in values if isinstance(value, TensorData)]
+        numbers = (number for each in tensors for number in (*each.sizes, *each.strides, each.offset))
+        return not any(isinstance(value, NumberData) for value in values) and all(
+            isinstance(number, int) for number in (*numbers, *self.storages.values())
+        )
+
+
+def _is_value(value: Any) -> bool:
+    return isinstance(value, (TensorData, NumberData))
 
 
 # -- to data -----------------------------------------------------------------------------------------------------------
@@ -262,6 +277,15 @@ def _function_text(target: Any, node: Node | None) -> str:
     return text
 
 
+def op_name(op: torch._ops.OpOverload) -> str:
+    """The name of an operator, in another process too. Raises CannotStoreError if it does not lead there."""
+    return _function_text(op, None)
+
+
+def op_named(name: str) -> Any:
+    return _target("call_function", name)
+
+
 def _target(op: str, text: str) -> Any:
     if op != "call_function":
         return text
@@ -286,6 +310,14 @@ def unpacked_graph(data: GraphData, mode: FakeTensorMode, traces: Sequence[str] 
         return _unpacked_graph(data, _Tensors(data, mode), traces)
 
 
+def check_names(data: GraphData) -> None:
+    """Raise what `unpacked_graph` would, later, for a name that leads to no function in this process."""
+    called = [(node.op, node.target) for node in data.nodes]
+    given = [("call_function", each.name) for node in data.nodes for each in node.args if isinstance(each, Op)]
+    for op, target in dict.fromkeys((*called, *given)):
+        _target(op, target)
+
+
 def _unpacked_graph(data: GraphData, tensors: _Tensors, traces: Sequence[str]) -> Graph:
     graph = Graph()
     nodes: list[Node] = []
@@ -307,7 +339,7 @@ def _unpacked(value: Any, nodes: list[Node]) -> Any:
     if isinstance(value, Ref):
         return nodes[value.place]
     if isinstance(value, Op):
-        return _target("call_function", value.name)
+        return op_named(value.name)
     if isinstance(value, Sizes):
         return torch.Size(value.sizes)
     if isinstance(value, slice):

@@ -18,7 +18,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -57,7 +57,7 @@ class Key:
     rows: list[Row]
     lines: list[str] = field(default_factory=list)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         text = json.dumps([self.parts, self.rows], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

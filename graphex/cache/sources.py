@@ -211,6 +211,9 @@ class _Hasher:
             return
         seen.add(id(value))
         known = _known_module(value.__name__) is not None
+        if not known and not _BY_TEXT.isdisjoint(names):
+            plain = {name: item for name, item in vars(value).items() if _is_plain(item) and name[:2] != "__"}
+            self.feed(dict(sorted(plain.items())))
         for name in names:
             item = vars(value).get(name)
             if isinstance(item, ModuleType) or not known or type(item) in _PLAIN:
@@ -313,6 +316,15 @@ class _Hasher:
         ((type,), _class),
         ((Tensor,), _tensor),
     )
+
+
+def _is_plain(value: object, depth: int = 4) -> bool:
+    """Whether a value is plain, or a container of such: one that a function may look up by a name that it computes."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return type(value) in _PLAIN
 
 
 def _exact(value: Any) -> object:

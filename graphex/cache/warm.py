@@ -28,10 +28,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
+from inspect import getattr_static, unwrap
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,7 +45,16 @@ from graphex import env
 from graphex.analysis import node_line
 from graphex.analysis.effects import synchronisation
 from graphex.analysis.graphs import placement
-from graphex.cache.artefacts import Artefact, Given, Made, artefact_of, made_from
+from graphex.cache.artefacts import (
+    Artefact,
+    Given,
+    Made,
+    artefact_of,
+    calls_ours,
+    check_graphs,
+    made_from,
+    records_of,
+)
 from graphex.cache.graphs import TRACE, CannotStoreError, Packer, Row, row_of
 from graphex.cache.keys import Key, devices_of, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
@@ -150,7 +162,8 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     if search.key is not None:
         _load(search)
     if search.made is not None:
-        for record in search.made.records:
+        assert search.artefact is not None
+        for record in records_of(search.artefact, search.given):
             compilation.journal.add(replace(record, graph=name))
         why = compilation.traced_because
         search._note(
@@ -220,10 +233,17 @@ def _load(search: Search) -> None:
         search.reason = f"what is stored cannot be used: {one_line(error)}"
 
 
-def made_here(artefact: Artefact, given: Given, mode: FakeTensorMode, compilation: Compilation, name: str) -> Made:
-    """The graph of an artefact, for a compilation of this process."""
+def made_here(
+    artefact: Artefact,
+    given: Given,
+    mode: FakeTensorMode,
+    compilation: Compilation,
+    name: str,
+    unloadable: Callable[[], None] | None = None,
+) -> Made:
+    """The graph of an artefact, for a compilation of this process; see `made_from`."""
     patches = settings(compilation.config) if artefact.regions else {}
-    return made_from(artefact, given, mode, patches, _reporter(compilation, name))
+    return made_from(artefact, given, mode, patches, _reporter(compilation, name), unloadable=unloadable)
 
 
 def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
@@ -293,24 +313,34 @@ class StoredCall:
 class StoredStep:
     """The rest of a training step: its backward, which is in another entry, and all that AOTAutograd's wrapper knows.
 
-    `saved` are the records of what the forward saves.
+    `saved` are the records of what the forward saves, `results` is how many results it has, and `shared` are the saved
+    ones whose memory the user may have as well. `gradients` says which inputs get a gradient.
     """
 
     backward: StoredCall
     entry: str
     wrapper: bytes
     saved: tuple[Record, ...]
+    results: int
+    shared: tuple[int, ...]
+    gradients: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A stored graph, as it runs here."""
+    """A stored graph. `made` makes it to run here, once: for a backward there is time until the forward has run.
+
+    If the code of a backward's region cannot be loaded by then, its nodes run one by one, with a record, and the entry
+    is removed: the next process compiles it. `calls_ours`: making it may compile kernels of graphex's.
+    """
 
     phase: str
-    made: Made
+    made: Callable[[], Made]
+    records: list[Record]
     handed: HandedOver
     entry: str
     bytes: int
+    calls_ours: bool
 
 
 @dataclass
@@ -330,7 +360,7 @@ class CallSearch:
     def note(self, found: Found, name: str) -> None:
         """Record a graph that was found under this name."""
         saved = self.step.saved if self.step is not None and found.phase == "forward" else ()
-        for record in (*saved, *found.made.records):
+        for record in (*saved, *found.records):
             self.compilation.journal.add(replace(record, graph=name))
         seconds = self.seconds / len(self.found)
         self.compilation.journal.add(CacheAsked(name, "hit", found.entry, "", seconds, found.bytes))
@@ -405,8 +435,32 @@ def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCal
     if artefact.stale:
         raise CannotStoreError(artefact.stale)
     given = _given(call, artefact, list(search.gm.graph.nodes))
-    made = made_here(artefact, given, search.mode, compilation, compilation.name_graph(phase))
-    return Found(phase, made, call.handed, id, len(content))
+    about = artefact, given, search.mode, compilation, compilation.name_graph(phase)
+    made = _once(partial(made_here, *about, partial(_discard, store, id) if phase == "backward" else None))
+    if phase == "backward":
+        check_graphs(artefact)
+    else:
+        made()
+    records = records_of(artefact, given)
+    return Found(phase, made, records, call.handed, id, len(content), calls_ours(artefact))
+
+
+def _once(make: Callable[[], Made]) -> Callable[[], Made]:
+    """`make`, called once. The bytes that it was made from are not held any longer than that."""
+    waiting, made = [make], list[Made]()
+
+    def get() -> Made:
+        for each in list(waiting):
+            made.append(each())
+        waiting.clear()
+        return made[0]
+
+    return get
+
+
+def _discard(store: Store, id: str) -> None:
+    with suppress(OSError):  # the next process finds it as this one did
+        store.discard(id)
 
 
 def _given(call: StoredCall, artefact: Artefact, nodes: list[Node]) -> Given:
@@ -485,8 +539,8 @@ class _DynamoPacker(Packer):
     def target(self, node: Node) -> str:
         if node.op in ("placeholder", "output"):
             return str(node.target)
-        if node.op == "call_method" and hasattr(Tensor, str(node.target)):
-            return f"method {node.target}"
+        if node.op == "call_method" and (name := _method_name(str(node.target))):
+            return name
         if node.op == "call_function" and (name := _function_name(node.target)):
             return name
         raise self.refuse(f"calls {node.target}, which may be another function in the next process")
@@ -525,4 +579,21 @@ def _function_name(target: Any) -> str:
     module, name = getattr(target, "__module__", None) or "torch", getattr(target, "__name__", "")
     if module not in _FUNCTIONS and (module, name) not in _SWITCHES:
         return ""
-    return f"function {module} {name}" if getattr(import_module(module), name, None) is target else ""
+    is_it = getattr(import_module(module), name, None) is target and _is_torchs(target)
+    return f"function {module} {name}" if is_it else ""
+
+
+def _method_name(name: str) -> str:
+    """A method of tensors, and its own name: it may stand in the place of another one. Empty if it is not torch's.
+
+    Tensor.sin = Tensor.cos      method sin TensorBase.cos
+    """
+    held = getattr_static(Tensor, name, None)
+    return f"method {name} {getattr(held, '__qualname__', '')}" if held is not None and _is_torchs(held) else ""
+
+
+def _is_torchs(held: Any) -> bool:
+    """Whether a function is torch's own, or written in C, and none of the user's that has taken its name."""
+    functions = {held, unwrap(held)} if callable(held) else set()
+    homes = [str(each.__globals__.get("__name__")) for each in functions if isinstance(each, FunctionType)]
+    return all(f"{home}.".startswith("torch.") for home in homes)

@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
-from graphex.cache.warm import CallSearch, HandedOver, StoredStep
+from graphex.cache.warm import CallSearch, Found, HandedOver, StoredStep
+from graphex.device import kernel_runtime
 from graphex.env import collector_paused, regions_enabled
 from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.compiler import (
@@ -42,7 +43,7 @@ from graphex.records import FellBack, Journal, Record
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.executable import saved_and_seen
 from graphex.runtime.fast_replay import Bypass, Compiled, StepBypass
-from graphex.runtime.program import COUNTED, TANGENT, Program, carry_tangents
+from graphex.runtime.program import COUNTED, TANGENT, Deferred, Program, carry_tangents, is_warming_up
 from graphex.torch_private.ahead import register_as_serializable
 from graphex.torch_private.aot import (
     aot_module_simplified,
@@ -123,18 +124,39 @@ def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilat
     if call.step is None:
         return called(programs[0], call.found[0].handed)
     forward, backward = programs
-    graphs = [graph_module(found.made.gm, found.made.functional) for found in call.found]
-    bypass = StepBypass(forward, *saved_and_seen(graphs[0])) if forward.may_replay else None
+    assert isinstance(backward, Deferred)
+    known = call.step
+    bypass = StepBypass(forward, known.results, known.shared) if forward.may_replay else None
     untraced = disable(backward, reason="the compiled backward is not traced")
-    step = unpacked_step(call.step.wrapper, bypass or forward, untraced, lambda: graphs[1])
+    step = unpacked_step(known.wrapper, bypass or forward, untraced, functools.partial(_graph_of, call.found[1]))
+    is_first = True
 
     def compiled(*args: Any) -> Any:
-        return step(list(args))
+        nonlocal is_first
+        if not is_first:
+            return step(list(args))
+        is_first = False
+        with _loading(backward, compilation):
+            return step(list(args))
 
     if bypass is not None:
-        gradients: Any = graphs[1].graph.output_node().args[0]
-        bypass.complete(stored_plain_step(call.step.wrapper, forward.written, tuple(gradients)), backward)
+        bypass.complete(stored_plain_step(known.wrapper, forward.written, known.gradients), backward)
     return _with_tangents(compiled if bypass is None else bypass.around(compiled), gm, compilation)
+
+
+def _graph_of(found: Found) -> GraphModule:
+    """The functional graph of a program from the cache."""
+    made = found.made()
+    return graph_module(made.gm, made.functional())
+
+
+def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextManager[object]:
+    """Load a backward beside the first call of its forward; before it, if that is captured: loading ends a capture."""
+    runtime = kernel_runtime()
+    is_captured = runtime is not None and runtime.is_current_stream_capturing()
+    if is_captured or compilation.config.capture_first_call or is_warming_up():
+        return nullcontext(backward.made())
+    return backward.made_beside(runtime.current_device() if runtime is not None and runtime.is_initialized() else None)
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
@@ -193,26 +215,27 @@ class _Phases:
         step = _Step(given_by_autograd(graph) if self._may_bypass else _NOT_PLAIN, step_metadata())
         self._steps.append(step)
         step.saved = tuple(graph.graph.output_node().meta.get(ACTIVATIONS, ()))
-        seen = saved_and_seen(graph)
+        step.results, step.shared = saved_and_seen(graph)
         step.made = self._compiled(graph, inputs, "forward")
         if not isinstance(step.given, str):
             step.given = handed_over(step.given, graph, self.gm, self.example_inputs, step.made.program.written)
         program = step.made.program
         if not self._is_called_flat or not program.may_replay:
             return program
-        step.bypass = StepBypass(program, *seen)
+        step.bypass = StepBypass(program, step.results, step.shared)
         return step.bypass
 
     def backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
-        gradients: Any = graph.graph.output_node().args[0]
+        results: Any = graph.graph.output_node().args[0]
+        gradients = tuple(each is not None for each in results)
         given = given_by_autograd(graph)
         made = self._compiled(graph, inputs, "backward")
         if len(self._steps) == 1 and (bypass := self._steps[0].bypass) is not None:
-            about = self._steps[0].metadata, bypass.written, tuple(gradients)
+            about = self._steps[0].metadata, bypass.written, gradients
             bypass.complete(plain_step(*about, in_autocast=self._in_autocast), made.program)
         if len(self._steps) == 1 and not isinstance(given, str):
             with compile_stage("graphex_cache"):
-                self._steps[0].keep(self.call, given, made, tuple(gradients))
+                self._steps[0].keep(self.call, given, made, gradients)
         return made.program
 
     def inference(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
@@ -264,10 +287,12 @@ class _Step:
     given: HandedOver | str
     metadata: Any
     saved: tuple[Record, ...] = ()
+    results: int = 0
+    shared: Sequence[int] = ()
     made: Executables | None = None
     bypass: StepBypass | None = None
 
-    def keep(self, call: CallSearch, backward: HandedOver, made: Executables, gradients: Sequence[Any]) -> None:
+    def keep(self, call: CallSearch, backward: HandedOver, made: Executables, gradients: tuple[bool, ...]) -> None:
         """Keep a step that AOTAutograd only hands over, of fixed sizes and without passes on its joint graph."""
         if isinstance(self.given, str) or self.made is None or call.key is None:
             return
@@ -277,7 +302,8 @@ class _Step:
         if not fixed or isinstance(wrapper, str) or not made.entry or any(stages(call.compilation.config, joint=True)):
             return
         only_read = replace(backward, static_inputs=(), counted=(), dynamic={})
-        call.keep(self.given, self.made.entry, StoredStep(call.stored(only_read), made.entry, wrapper, self.saved))
+        about = self.saved, self.results, tuple(self.shared), gradients
+        call.keep(self.given, self.made.entry, StoredStep(call.stored(only_read), made.entry, wrapper, *about))
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,10 +22,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from graphex.analysis.aliasing import RETURNED
-from graphex.analysis.effects import every_node
-from graphex.cache.artefacts import LARGEST_CONSTANTS, Artefact, Given, Made, compiled_in_background, made_from
+from graphex.analysis.effects import calls_of_ours
+from graphex.cache.artefacts import (
+    LARGEST_CONSTANTS,
+    Artefact,
+    Given,
+    Made,
+    compiled_in_background,
+    made_from,
+    records_of,
+)
 from graphex.cache.keys import machine_of
-from graphex.cache.warm import CallSearch, HandedOver, look_up, look_up_call
+from graphex.cache.warm import CallSearch, Found, HandedOver, look_up, look_up_call
 from graphex.config import CompilerConfig
 from graphex.debug.files import dump_graph, dumping_executable, write_output_code
 from graphex.debug.orders import shuffled
@@ -43,7 +52,7 @@ from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for, devices_of
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.native import load_in_background
-from graphex.runtime.program import DebugTools, ExecutableGraph, FunctionalProgram, Program
+from graphex.runtime.program import DebugTools, Deferred, ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (
     adds_guards,
@@ -92,6 +101,7 @@ def _import_kernels() -> None:
 _import_kernels()
 
 
+@collector_paused()  # a backward is compiled when autograd first asks for it, outside of every other pause
 @unset_fake_temporarily()  # AOTAutograd's fake mode is on: a constant that a pass makes must be a real tensor
 def compile_graph(
     gm: GraphModule,
@@ -113,10 +123,10 @@ def compile_graph(
         gm, functional_graph = search.made.gm, search.made.functional
     else:
         runner = Runner(compilation, name, gm, example_inputs, phase)
-        functional_graph = _optimised(runner)
-        gm = runner.gm
+        optimised = _optimised(runner)
+        gm, functional_graph = runner.gm, lambda: optimised
         with _stage(compilation, name, "cache"):
-            search.keep(gm, functional_graph)
+            search.keep(gm, optimised)
     functional = FunctionalProgram(compilation, name, gm, functional_graph)
     program = _executable(compilation, name, gm, functional, phase, static_inputs, original, runner, saved)
     compilation.files.journal(compilation.journal, compilation.compile_id)
@@ -132,14 +142,23 @@ def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) 
     """
     with compile_stage("graphex_cache"):
         search = look_up_call(compilation, gm, example_inputs)
-    programs, saved = [], saved_memory(compilation)
+    programs: list[Program] = []
+    saved = saved_memory(compilation)
     for found in search.found:
         name = _note_graph(compilation, found.phase, *found.handed.sizes)
         search.note(found, name)
-        shared = None if found.phase == "inference" else saved
-        programs.append(executable(compilation, name, found.made, found.phase, found.handed.static_inputs, shared))
-        compilation.log(name, replays=programs[-1].may_replay)
+        make = partial(_loaded, compilation, name, found, None if found.phase == "inference" else saved)
+        programs.append(Deferred(make) if found.phase == "backward" else make())
+        if isinstance(program := programs[-1], Deferred) and found.calls_ours:
+            program.made()  # kernels that a thread compiles may be those that the forward launches
     return programs, search
+
+
+@collector_paused()
+def _loaded(compilation: Compilation, name: str, found: Found, saved: SavedMemory | None) -> Program:
+    program = executable(compilation, name, found.made(), found.phase, found.handed.static_inputs, saved)
+    compilation.log(name, replays=program.may_replay)
+    return program
 
 
 def saved_memory(compilation: Compilation) -> SavedMemory | None:
@@ -227,7 +246,7 @@ def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
         return
     from graphex.kernels.launch import precompile_kernels
 
-    ahead = precompile_kernels(every_node(graph))
+    ahead = precompile_kernels(calls_of_ours(graph))
     for each in ahead.planned:
         family, shape = each.seen.choices[0] if each.seen.choices else ("", "")
         kernels = tuple(dict.fromkeys(each.seen.kernels))
@@ -335,7 +354,7 @@ class Portable:
         made = made_from(self.artefact, given, mode, patches, report, compile_again=bool(again))
         if again:
             report("regions are compiled again", again, "")
-        for record in made.records:
+        for record in records_of(self.artefact, given):
             journal.add(record)
         journal.add(CacheAsked(name, "hit", "", "it was saved"))
         program = executable(compilation, name, made, "inference", self.handed.static_inputs)

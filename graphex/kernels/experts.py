@@ -8,10 +8,14 @@ some columns, of a "pair", of a whole "sum" over the experts of a token, or of a
 `down` is no sum, another launch adds its results up; then a column may be cut into parts, each of another program. With
 more than `MOST_TOKENS` tokens the library's grouped product does both projections, on pairs in the order of their
 experts.
+
+`routed_experts` chooses first: by a launch of its own, or in the programs of `up`, each of which looks for its expert
+among all. Which is faster is measured, too.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,15 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel
-from graphex.kernels.launch import LaunchPlan, Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel, routed_kernel
+from graphex.kernels.launch import Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
 from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.experts import ACTIVATIONS, SCORES, grouped, has_many, why_not_grouped
+from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, why_not_grouped
 
 KIND = "experts"
-FEW = 32  # pairs of a token and an expert: with more of them, several share the weights of an expert
 MOST_FEW = 128  # pairs for which a program of each may still be faster
 MOST_EXPERTS = 1024
 FEW_ELEMENTS = 2**20  # of an expert's weights, below which nothing is measured
@@ -190,14 +193,19 @@ def tiles(job: Projection) -> list[Tile]:
 
 def _prepare(job: Projection) -> tuple[Prepared, bool]:
     """How to compute such a projection, and whether that is the last word."""
+    tile, is_final = _chosen_tile(job)
+    return tile.prepare(job), is_final
+
+
+def _chosen_tile(job: Projection) -> tuple[Tile, bool]:
     found = tiles(job)
     if job.weight[0].numel() < FEW_ELEMENTS:
-        return found[0].prepare(job), True
+        return found[0], True
     text, scratch = description(job), OtherExperts(job)
     candidates = [scratch.candidate(tile) for tile in found]
     chosen = choose(KIND, text, candidates, candidates[0])
     (tile,) = (tile for tile in found if tile.name == chosen.name)
-    return tile.prepare(job), is_settled(KIND, text)
+    return tile, is_settled(KIND, text)
 
 
 class OtherExperts(Scratch[Projection]):
@@ -300,6 +308,13 @@ def route(call: Arguments) -> Any:
         return Declined("the correction is not a contiguous float32 vector")
     if groups > 1 and (count != next_power_of_2(count) or groups != next_power_of_2(groups) or count < 2 * groups):
         return Declined(f"{count} experts in {groups} groups: no powers of two")
+    with on_device_of(logits):
+        return _route(call)
+
+
+def _route(call: Any, start: Start = launch) -> tuple[Tensor, Tensor]:
+    """The launch, for arguments that are not declined."""
+    logits, count, groups = call.logits, call.logits.shape[-1], call.groups
     weights = logits.new_empty((logits.shape[0], call.top_k), dtype=call.dtype)
     chosen = torch.empty_like(weights, dtype=torch.int64)
     constants = {
@@ -311,6 +326,169 @@ def route(call: Arguments) -> Any:
         },
         **{"SLOTS": next_power_of_2(call.top_k), "num_warps": 1},
     }
-    plan = LaunchPlan((logits.shape[0],), (count, logits.stride(0)), constants)
-    plan.launch(route_kernel, (logits, bias, weights, chosen), logits, (call.epsilon, call.scale))
+    arguments = (logits, call.bias, weights, chosen, count, logits.stride(0), call.epsilon, call.scale)
+    start(route_kernel, (logits.shape[0],), arguments, constants)
     return weights, chosen
+
+
+# -- the choice of experts in the kernel of their first projection -----------------------------------------------------
+
+
+class Mixture(NamedTuple):
+    """The arguments of `graphex::experts`."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    transposed: bool
+    activation: str
+    alpha: float
+    limit: float
+    residual: Tensor | None
+
+
+class Choosing(NamedTuple):
+    """The arguments of `graphex::route`."""
+
+    logits: Tensor
+    bias: Tensor | None
+    top_k: int
+    scores: str
+    dtype: torch.dtype
+    normalised: bool
+    epsilon: float
+    scale: float
+    groups: int = 1
+    top_groups: int = 1
+
+
+class RoutedJob(NamedTuple):
+    """A call of `graphex::routed_experts`, up to the results of the first projection."""
+
+    call: Any
+
+    @property
+    def choosing(self) -> Choosing:
+        call = self.call
+        return Choosing(call.logits, None, *call[2:8])
+
+    def mixture(self, experts: Tensor, weights: Tensor) -> Mixture:
+        return Mixture(self.call.x, experts.view(-1), weights.view(-1), *self.call[8:])
+
+    def empty(self) -> Mixture:
+        """With room for a choice."""
+        shape = self.call.logits.shape[0], self.call.top_k
+        made = self.call.logits.new_empty
+        return self.mixture(made(shape, dtype=torch.int64), made(shape, dtype=self.call.dtype))
+
+
+Up = tuple[Mixture, Tensor]  # with the experts that were chosen, and what their first projections are
+
+
+@dataclass(frozen=True)
+class WayToChoose(ABC):
+    """A way to choose experts before their first projection, which has a tile."""
+
+    tile: Tile
+
+    @property
+    def name(self) -> str:
+        return f"{type(self).__name__.lower()}, {self.tile.name}"
+
+    @abstractmethod
+    def prepare(self, job: RoutedJob) -> Callable[..., Up]: ...
+
+
+class Apart(WayToChoose):
+    """A launch that chooses, and one of `up`."""
+
+    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+        def run(job: RoutedJob, start: Start = launch) -> Up:
+            weights, chosen = _route(job.choosing, start)
+            mixture = job.mixture(chosen, weights)
+            return mixture, self.tile.prepare(_up(mixture))(_up(mixture), start)
+
+        return run
+
+
+class Together(WayToChoose):
+    """One launch: every program of `up` looks for the expert of its pair."""
+
+    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+        return self._run
+
+    def _run(self, job: RoutedJob, start: Start = launch) -> Up:
+        call, mixture = job.call, job.empty()
+        up, count = _up(mixture), call.logits.shape[1]
+        out = call.x.new_empty((up.pairs, up.width))
+        tensors = (call.x, call.logits, mixture.weights, mixture.experts, call.gate_up, call.gate_up_bias, out)
+        sizes = (count, call.x.shape[1], up.width, call.logits.stride(0), call.x.stride(0), *up.strides)
+        numbers = (call.alpha, call.limit, call.epsilon, call.scale)
+        constants = self.tile._constants(up) | {"SCORES": call.scores, "NORMALISED": call.normalised}
+        constants |= {"EXPERTS": max(16, block_of(count)), "COUNT": call.top_k, "SLOTS": next_power_of_2(call.top_k)}
+        grid = blocks_of(up.width, self.tile.columns), up.pairs
+        start(routed_kernel, grid, (*tensors, *sizes, *numbers), constants | {"WARPS": self.tile.warps})
+        return mixture, out
+
+
+def _up(mixture: Mixture) -> Projection:
+    return Projection(mixture, mixture.x, mixture.activation)
+
+
+class OtherLogits(Scratch[RoutedJob]):
+    """The same tokens with logits for other experts in turn."""
+
+    def jobs(self, job: RoutedJob) -> list[RoutedJob]:
+        logits, found = job.call.logits, []
+        for other in OtherExperts(_up(job.empty())).jobs(_up(job.empty())):
+            chosen = other.call.experts.view(-1, job.call.top_k)
+            found.append(torch.zeros_like(logits).scatter_(1, chosen, 1.0))
+        return [RoutedJob(job.call._replace(logits=each)) for each in found]
+
+
+def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
+    """How to compute such a job, and whether that is the last word. The tile is that of `up` alone."""
+    up = _up(job.empty())
+    tile, is_final = _chosen_tile(up)
+    apart, together = Apart(tile), Together(tile)
+    if tile.of != "pair":
+        return apart.prepare(job), is_final
+    if up.weight[0].numel() < FEW_ELEMENTS:
+        return together.prepare(job), is_final
+    text, scratch = f"{description(up)}, {job.call.scores}", OtherLogits(job)
+    candidates = [scratch.candidate(each) for each in (apart, together)]
+    chosen = choose(KIND, text, candidates, candidates[0])
+    config = together if chosen.name == together.name else apart
+    return config.prepare(job), is_final and is_settled(KIND, text)
+
+
+def _why_apart(call: Any) -> str:
+    """Why experts are chosen by a launch of their own. Empty: the programs of `up` may do it."""
+    if call.logits.dtype not in HALF or call.logits.dim() != 2 or call.logits.stride(1) != 1:
+        return "the logits are no rows of 16-bit numbers"
+    if call.logits.shape[0] != call.x.shape[0] or call.logits.shape[1] != call.gate_up.shape[0]:
+        return "there is not one logit for each token and expert"
+    if not 0 < call.top_k <= call.logits.shape[1] <= MOST_EXPERTS or call.scores not in SCORES:
+        return f"{call.top_k} of {call.logits.shape[1]} experts are chosen by {call.scores}"
+    if call.x.shape[0] * call.top_k > FEW:
+        return f"more than {FEW} pairs of a token and an expert"
+    return "" if call.logits.device == call.x.device else "not all arguments are on one device"
+
+
+def routed_experts(call: Arguments) -> Any:
+    if reason := _why_apart(call):
+        return Declined(reason)
+    job = RoutedJob(call)
+    if reason := _why_not(job.empty()):
+        return Declined(reason)
+    tensors = signature(call.x, call.logits, call.gate_up, call.gate_up_bias, call.down, call.down_bias, call.residual)
+    key = (*job.choosing[2:6], call.transposed, call.activation, tensors)
+    found = run_job(job, call.x, key, _PREPARED, _prepare_routed)
+    if isinstance(found, Declined):
+        return found
+    mixture, inner = found
+    return _project(Projection(mixture, inner, ""))

@@ -4,9 +4,13 @@
     many_kernel       a block of columns of an expert, for all its pairs, 16 at a time, through the tensor cores
     combine_kernel    the weighted sum over the experts of a token, where they or parts of them were computed apart
     route_kernel      which experts a token goes to, and with which weights
+    routed_kernel     a block of columns of the first projection of one pair, whose expert it finds itself
 
 A block of weights is read once by a program. There are no atomic operations: the same call gives the same bits.
 Intermediate results are rounded where PyTorch's own ops round.
+
+The best experts of a token are found one after the other, each as the largest of some keys: a key has a logit's bits in
+the order of numbers, and the place of the expert, so that the first of equal ones is chosen.
 """
 
 from __future__ import annotations
@@ -367,6 +371,9 @@ def combine_kernel(
     store_sum(total, residual, out, token * width + column, column < width)
 
 
+# -- the choice of experts ---------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def best_of(keys, SIZE: tl.constexpr, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """The places of the COUNT largest keys, the largest first, in SLOTS of which the others are -1. The lower half of a
@@ -437,13 +444,8 @@ def route_kernel(
     each = tl.arange(0, EXPERTS)
     there = each < count
     given = tl.load(logits + token * stride + each, mask=there, other=float("-inf"))
-    scores = given.to(tl.float32)
     pdl_launch(PDL)
-    if SCORES == "softmax":
-        scores = tl.exp(scores - tl.max(scores, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
-    elif SCORES == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-scores))
+    scores = scores_of(given, SCORES)
     # Scores are in the order of their logits, where nothing else counts.
     if given.dtype.primitive_bitwidth == 16 and bias is None and GROUPS == 1:
         keys = short_keys(given, each, there, EXPERTS - 1)
@@ -455,10 +457,21 @@ def route_kernel(
             choice = in_best_groups(choice, there, EXPERTS, GROUPS, TOP_GROUPS, GROUP_SLOTS)
         keys = ordered(tl.where(there, choice, float("-inf")), each, EXPERTS - 1)
     found = best_of(keys, EXPERTS, COUNT, SLOTS)
+    store_choice(
+        found, scores, each, token, weights, experts, epsilon, scale, SCORES == "chosen", NORMALISED, COUNT, SLOTS
+    )
+
+
+@triton.jit
+def store_choice(
+    found, scores, each, token, weights, experts, epsilon, scale, ALONE: tl.constexpr, NORMALISED: tl.constexpr,
+    COUNT: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Store the experts that were found for a token, and their weights: scores, or the softmax of these ALONE."""
     slot = tl.arange(0, SLOTS)
     ok = slot < COUNT
     values = tl.sum(tl.where(found[:, None] == each[None, :], scores[None, :], 0.0), axis=1)
-    if SCORES == "chosen":
+    if ALONE:
         values = tl.where(ok, values, float("-inf"))
         values = tl.exp(values - tl.max(values, axis=0))
         values = values / tl.sum(values, axis=0)
@@ -467,3 +480,92 @@ def route_kernel(
     place = token * COUNT + slot
     tl.store(weights + place, (values * scale).to(weights.dtype.element_ty), mask=ok)
     tl.store(experts + place, found, mask=ok)
+
+
+@triton.jit
+def scores_of(given, SCORES: tl.constexpr):
+    """The scores of logits, in float32."""
+    scores = given.to(tl.float32)
+    if SCORES == "softmax":
+        scores = tl.exp(scores - tl.max(scores, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    elif SCORES == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    return scores
+
+
+@triton.jit
+def expert_at(logits, rank, count, EXPERTS: tl.constexpr, COUNT: tl.constexpr, WARPS: tl.constexpr):
+    """The number of the expert of this rank, of the COUNT best by a row of logits, [1]. Every warp has a copy of the
+    row: none waits for another until all have found it.
+    """
+    each = tl.arange(0, WARPS)[:, None] * 0 + tl.arange(0, EXPERTS)[None, :]
+    there = each < count
+    keys = short_keys(tl.load(logits + each, mask=there, other=float("-inf")), each, there, EXPERTS - 1)
+    found = tl.max(keys, axis=1)
+    best = found
+    for at in tl.static_range(1, COUNT):
+        keys = tl.where(keys == best[:, None], -0x7FFFFFFF, keys)
+        best = tl.max(keys, axis=1)
+        found = tl.where(rank == at, best, found)
+    return (EXPERTS - 1 - (tl.max(found, axis=0) & 0xFFFF)).to(tl.int64) + tl.arange(0, 1)
+
+
+@triton.jit(do_not_specialize=["count"])
+def routed_kernel(
+    x,
+    logits,
+    weights,
+    experts,
+    weight,
+    bias,
+    out,
+    count,
+    size,
+    width,
+    l_stride,
+    x_stride,
+    e_stride,
+    n_stride,
+    k_stride,
+    alpha,
+    limit,
+    epsilon,
+    scale,
+    GATE: tl.constexpr,
+    SCORES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`route_kernel` and `few_kernel`, for logits of 16 bits. One program of a token stores its choice, at its end."""
+    pdl_wait(PDL)
+    pair = tl.program_id(1).to(tl.int64)
+    token, rank = pair // COUNT, (pair % COUNT).to(tl.int32)
+    logits += token * l_stride
+    expert = expert_at(logits, rank, count, EXPERTS, COUNT, WARPS)
+    found = projected(
+        x, pair + tl.arange(0, 1), expert, weight, bias, out, COUNT, size, width, x_stride, e_stride, n_stride,
+        k_stride, alpha, limit, GATE, False, EVEN_K, EVEN_N, COLUMNS, BLOCK, TILES, STAGES,
+    )  # fmt: skip
+    pdl_launch(PDL)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + pair * width + column, found.to(out.dtype.element_ty), mask=column < width)
+    if (tl.program_id(0) == 0) & (rank == 0):
+        each = tl.arange(0, EXPERTS)
+        there = each < count
+        given = tl.load(logits + each, mask=there, other=float("-inf"))
+        best = best_of(short_keys(given, each, there, EXPERTS - 1), EXPERTS, COUNT, SLOTS)
+        store_choice(
+            best, scores_of(given, SCORES), each, token, weights, experts, epsilon, scale, SCORES == "chosen",
+            NORMALISED, COUNT, SLOTS,
+        )  # fmt: skip

@@ -1,8 +1,9 @@
 """Launches of linear layers: for each kind of job, the configuration that was measured to be fastest.
 
 A `Config` is the library's matrix product, or one of our kernels with one of its tiles: `Gemv` for one row, `Skinny`
-for a few. It prepares itself for tensors of certain shapes and strides; the result, a `Prepared`, is called with such
-tensors. `GEMVS`, `SKINNIES` and their gated forms list the tiles that are tried; the launchers come last.
+for a few, and for many rows of layers that are small. It prepares itself for tensors of certain shapes and strides; the
+result, a `Prepared`, is called with such tensors. `GEMVS`, `SKINNIES`, their gated forms and `WIDES` list the tiles
+that are tried; the launchers come last.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_k
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops import linears as reference
 from graphex.ops.definition import Arguments, Declined
+from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
 
-MOST_ROWS = 64  # of what the kernels are written for; more rows are work for the library
 MOST_WEIGHTS = 4  # in one launch
 ROWS_ADDED = 8  # by one program, where partial sums are added
 
@@ -49,6 +50,13 @@ class Job:
     @property
     def rows(self) -> int:
         return self.x.numel() // self.x.shape[-1]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it has many rows, of several layers that would leave a part of the device idle one by one."""
+        is_plain = self.prologue == "none" and not self.gated and self.residual is None and len(self.weights) > 1
+        widest = max((w.shape[0] for w in self.weights), default=0)
+        return is_plain and self.rows > FEW_ROWS and self.rows * widest <= SMALL_RESULT
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.x, self.up, self.gain, self.residual, *self.weights, *self.biases
@@ -180,18 +188,22 @@ def _steps(x: Tensor | None) -> tuple[int | None, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """2 to 64 rows: tiles of `bn` rows of a weight and `bk` columns, the columns in `parts` parts."""
+    """2 to 64 rows: tiles of `bn` rows of a weight and `bk` columns, the columns in `parts` parts. With `bm` it takes
+    any number of rows, so many at a time.
+    """
 
     bn: int
     bk: int
     warps: int
     stages: int
     parts: int = 1
+    bm: int = 0
 
     @property
     def name(self) -> str:
         split = f" /{self.parts}" if self.parts > 1 else ""
-        return f"skinny {self.bn}x{self.bk} {self.warps}w {self.stages}s{split}"
+        rows = f"wide {self.bm}x" if self.bm else "skinny "
+        return f"{rows}{self.bn}x{self.bk} {self.warps}w {self.stages}s{split}"
 
     def prepare(self, job: Job) -> Prepared:
         if job.prologue == "none":
@@ -212,12 +224,14 @@ class Skinny:
     def _prepare(self, job: Job) -> Prepared:
         assert self.parts == 1 or not job.gated, "the parts of a gate are no gate"
         rows, columns = job.rows, job.x.shape[-1]
+        bm = self.bm or padded_rows(rows)
         tiles = blocks_of(blocks_of(columns, self.bk), self.parts)
         steps, residual_steps = _steps(job.x), _steps(job.residual)
         constants = {
             "GATED": job.gated,
             "EVEN_K": columns == tiles * self.bk * self.parts,
-            "BM": padded_rows(rows),
+            "TALL": bool(self.bm),
+            "BM": bm,
             "BN": self.bn,
             "BK": self.bk,
             "TILES": tiles,
@@ -236,7 +250,7 @@ class Skinny:
                 biases, results = tuple(job.biases[part.chunk]), tuple(outs[part.results])
                 lists = tuple(job.weights[part.chunk]), biases, results, part.sizes, part.strides
                 arguments = (job.x, *lists, job.residual, partial, rows, columns, *steps, *residual_steps)
-                start(skinny_kernel, (part.blocks, self.parts), arguments, constants)
+                start(skinny_kernel, (part.blocks, self.parts, blocks_of(rows, bm)), arguments, constants)
                 if self.parts > 1:
                     sums = job.residual, biases, results, part.sizes, partial, rows, *residual_steps
                     start(combine_kernel, (part.blocks, blocks_of(rows, ROWS_ADDED)), sums, adding)
@@ -294,10 +308,18 @@ SKINNIES = {
         }
     ),
 }
+# Of many rows, by whether they are at most `SHORT`.
+SHORT = 256
+ROWS_ALIKE = 128  # which of them is fastest is known for all numbers of rows up to a multiple of this
+WIDES = {
+    True: (Skinny(64, 64, 4, 5, bm=64), Skinny(128, 64, 4, 4, bm=64)),
+    False: (Skinny(128, 64, 4, 4, bm=128), Skinny(256, 64, 8, 3, bm=128)),
+}
 # A program of these has twice its tile of weights in flight.
 GATED_GEMVS = (
     Gemv(2, 1024, 4),
     Gemv(2, 2048, 8),
+    Gemv(4, 1024, 8),
     Gemv(2, 512, 4, 4),
     Gemv(4, 512, 4, 3),
     Gemv(4, 512, 4, 4),
@@ -311,6 +333,8 @@ def configs(job: Job) -> list[Config]:
     """All that could be fastest, the library first."""
     if job.rows == 1:
         return [Library(), *(GATED_GEMVS if job.gated else GEMVS)]
+    if job.rows > FEW_ROWS:
+        return [Library(), *WIDES[job.rows <= SHORT]]
     return [Library(), *((GATED_SKINNIES if job.gated else SKINNIES)[padded_rows(job.rows)])]
 
 
@@ -318,6 +342,8 @@ def likely(job: Job) -> Config:
     """The configuration to take where nothing can be measured and nothing is known."""
     if job.rows == 1:
         return GATED_GEMVS[-1] if job.gated else Gemv(2, 2048, 4) if is_small(job) else Gemv(8, 512, 4, 4)
+    if job.rows > FEW_ROWS:
+        return Library()
     rows = padded_rows(job.rows)
     if job.gated:
         return GATED_SKINNIES[rows][0]
@@ -361,7 +387,8 @@ def _refusal(job: Job) -> str | None:
 
 def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
     """How to compute such a job, and whether that is the last word."""
-    if not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights) or job.rows > MOST_ROWS:
+    is_empty = not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights)
+    if is_empty or (job.rows > FEW_ROWS and not job.is_wide):
         return Library().prepare(job), True
     if refusal := _refusal(job):
         return Declined(refusal), True
@@ -393,6 +420,8 @@ def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
 def description(job: Job) -> str:
     """The key of the choice for a job: `rms_norm bfloat16 1x4096 -> 4096+1024+1024`."""
     rows = 1 if job.rows == 1 else padded_rows(job.rows)
+    if job.rows > FEW_ROWS:
+        rows = blocks_of(job.rows, ROWS_ALIKE) * ROWS_ALIKE
     sizes = "+".join(str(w.shape[0]) for w in job.weights)
     words = [
         job.prologue,

@@ -1,7 +1,7 @@
 """The kernels of linear layers.
 
     gemv_kernel       one row: each program multiplies some rows of a weight with x and sums along them
-    skinny_kernel     2 to 64 rows: matrix products that read the weights once, through the tensor cores
+    skinny_kernel     2 to 64 rows: matrix products that read the weights once, through the tensor cores; or more rows
     combine_kernel    adds the partial sums of a skinny_kernel that splits K
 
 Several weights share a launch: blocks of rows are numbered through all of them, and a program finds its own. GATED is
@@ -13,7 +13,8 @@ while it reads, and never rounds it: an RMSNorm scales the sums at the end, by t
 
 `skinny_kernel` has all rows as one tile, padded to BM, and each program multiplies them with BN rows of a weight. Where
 that would not fill the device, K is split: the partial sums of each part go to memory and are added in order. A norm or
-activation before the layers is a kernel of its own: made here, it would be made again by every program.
+activation before the layers is a kernel of its own: made here, it would be made again by every program. More rows than
+BM are several tiles (TALL), for layers too small to fill the device one by one.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def own_weight(block, weights, sizes, strides, BN: tl.constexpr, GATED: tl.const
 
 
 @triton.jit
-def read_weight(pointers, ok, EVEN_K: tl.constexpr):
-    """A tile that is read once."""
+def read_weight(pointers, ok, EVEN_K: tl.constexpr, TALL: tl.constexpr = False):
+    """A tile that is read once, or by every tile of rows."""
+    POLICY: tl.constexpr = "" if TALL else "evict_first"
     if EVEN_K:
-        return tl.load(pointers, eviction_policy="evict_first")
+        return tl.load(pointers, eviction_policy=POLICY)
     else:
-        return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
+        return tl.load(pointers, mask=ok, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -246,6 +248,7 @@ def skinny_kernel(
     r_inner_stride,
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    TALL: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -260,6 +263,8 @@ def skinny_kernel(
     which, weight, size, stride, block_here = own_weight(block, weights, sizes, strides, BN, GATED)
     n = block_here * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
+    if TALL:
+        m += tl.program_id(2) * BM
     k0 = tl.arange(0, BK)
     # Rows past the end are the last one again: what is read needs no mask then, and is not stored.
     n_read = tl.minimum(n, size - 1).to(tl.int64)[:, None]
@@ -276,7 +281,7 @@ def skinny_kernel(
     first = tl.program_id(1) * (TILES * BK)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         k = (first + tile * BK + k0)[None, :]
-        w = read_weight(weight_row + k, k < K, EVEN_K)
+        w = read_weight(weight_row + k, k < K, EVEN_K, TALL)
         if EVEN_K:
             a = tl.load(x_row + k, eviction_policy="evict_last")
         else:

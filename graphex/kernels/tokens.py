@@ -39,7 +39,16 @@ from graphex.kernels.launch import LIBRARY, LaunchPlan, Scratch, Start, is_align
 from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
 from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments, Declined
-from graphex.ops.tokens import ALIGNED, COPIED, DEPTH, INDICES, MOST_INDICES, rows_in_line, tile_height
+from graphex.ops.tokens import (
+    ALIGNED,
+    COPIED,
+    DEPTH,
+    INDICES,
+    MOST_INDICES,
+    has_odd_products,
+    rows_in_line,
+    tile_height,
+)
 
 _INSIDE = tl.constexpr("""
 {
@@ -231,7 +240,6 @@ class InParts:
 
 Product = tuple[Tensor, Tensor]
 ODD_TILES = (OddTile(256, 8, 3), OddTile(256, 8, 4), OddTile(128, 4, 3), OddTile(128, 8, 3))
-HOPPER = 9
 _PRODUCTS: dict[Any, Callable[..., Tensor] | Declined] = {}
 
 
@@ -284,7 +292,7 @@ def _prepared(job: Product) -> tuple[Any, bool]:
 
 def _why_not_tiled(x: Tensor, w: Tensor) -> str:
     (rows, depth), width = x.shape, w.shape[1]
-    if x.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != HOPPER):
+    if x.is_cuda and not has_odd_products(x.device):
         return "the kernel is for Hopper GPUs"
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype or w.device != x.device:
         return "the matrices are not both float16 or bfloat16, on one device"

@@ -39,13 +39,24 @@ from graphex.errors import InputError, OptionError
 from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, Report
 from graphex.loops.loop_cache import write
 from graphex.loops.processors import Process
-from graphex.loops.session import ALREADY_KNOWN, PLAIN, Session, Sessions, Wanted, has_sessions, sessions_of
+from graphex.loops.session import (
+    ALREADY_KNOWN,
+    LONGEST_CAPTURED,
+    PLAIN,
+    Session,
+    Sessions,
+    Wanted,
+    has_sessions,
+    sessions_of,
+)
 from graphex.loops.step_state import users_hook
 from graphex.records import FellBack, Generated, Journal
 
 _OWN_INPUTS = ("Phi3ForCausalLM", "PhimoeForCausalLM")  # theirs differ for prompts beyond the first table of angles
 _CAPTURING = "transformers.utils.output_capturing"  # where nothing is to be captured, and else this loop is not asked
 _LEFT = "generation is left to transformers"
+# A mask of dropout is as large as the cache, and the loop's cache has room for positions to come.
+_DRAWS = "the model draws random numbers (dropout in training mode); call model.eval() before it generates"
 
 
 @torch.no_grad()
@@ -85,10 +96,20 @@ def generate(
         return _left_to_transformers(sessions, wanted, model, given, synced_gpus, streamer, model_kwargs)
     decoding = getattr(model, "_optimize_model_for_decode", nullcontext)
     started = time.perf_counter()
+    drawn, trains = random_state(input_ids.device), any(each.training for each in model.modules())
     with _on_device_of(input_ids), sessions.borrowed(wanted, graphex_options) as session:
-        logits = session.prefill(wanted, generation_config, model_kwargs, compiled=graphex_prefill)
-        with decoding():
-            return Generation(session, wanted, sessions.journal, streamer).run(logits, started)
+        while True:
+            logits = session.prefill(wanted, generation_config, model_kwargs, compiled=graphex_prefill)
+            if trains and not torch.equal(drawn, random_state(input_ids.device)):
+                break
+            generation = Generation(session, wanted, sessions.journal, streamer)
+            generation.begin(logits)
+            with decoding():
+                if generation.is_right():
+                    return generation.run(started)
+            set_random_state(input_ids.device, drawn)
+    set_random_state(input_ids.device, drawn)
+    return _left_to_transformers(sessions, _DRAWS, model, given, synced_gpus, streamer, model_kwargs)
 
 
 def why_not(
@@ -144,8 +165,8 @@ def _why_no_room(model: Any, cache: Any, positions: int) -> str:
 
 def _counts_by_mask(model: Any) -> bool:
     """Whether a model that gets no mask makes one, as long as the cache says on the host: OPT and its like."""
-    forwards = (inspect.signature(each.forward) for each in model.modules())
-    return any("past_key_values_length" in each.parameters for each in forwards)
+    forwards = {getattr(each.forward, "__func__", each.forward) for each in model.modules()}  # one for all of a class
+    return any("past_key_values_length" in inspect.signature(each).parameters for each in forwards)
 
 
 def _nothing_masked(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
@@ -225,6 +246,19 @@ def _on_device_of(tensor: Tensor) -> Any:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that ops on a device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Put a device's generator back to a state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
@@ -249,25 +283,29 @@ class Kept:
         if self.logits is not None:
             self.logits.append(logits.clone())
         if self._states is not None:
-            self._states.append(self._generator())
+            self._states.append(random_state(self._device))
 
     def cut(self, steps: int) -> None:
         """Only so many steps count."""
         if self._states is not None and steps < self.steps:
-            if self._device.type == "cuda":
-                torch.cuda.set_rng_state(self._states[steps - 1], self._device)
-            else:
-                torch.set_rng_state(self._states[steps - 1])
+            set_random_state(self._device, self._states[steps - 1])
         for kept in (self.scores, self.logits):
             if kept is not None:
                 del kept[steps:]
 
-    def _generator(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
-
 
 class Generation:
-    """A generation that runs on a session until all its sequences are finished."""
+    """A generation that runs on a session until all its sequences are finished.
+
+        begin       the first token, and replays of the captured step behind it
+        is_right    whether that capture is still the model's step, which the host asks while the device is at it
+        run         all other tokens; if it was not right, the prompt is run again instead
+
+    A short prompt is launched kernel by kernel, and the device is done with it when the host is: it waits for all that
+    the host does before the first replay, of which Dynamo's guards take longest. Replays before they are asked are
+    safe: the weights are where they were, and a prompt that is run again overwrites what a wrong step has left. Behind
+    a long prompt they are asked first: the device is still at it.
+    """
 
     def __init__(self, session: Session, wanted: Wanted, journal: Journal, streamer: Any) -> None:
         self._session, self._wanted, self._journal, self._streamer = session, wanted, journal, streamer
@@ -278,14 +316,39 @@ class Generation:
         self._report = None if rows is None else Report(rows, wanted.input_ids.shape[1])
         if wanted.host:
             journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
+        self._part = session.captured_part(wanted) if wanted.max_steps > 1 else None
+        self._loop = None if self._part is None else self._loop_of(self._part)
 
-    def run(self, logits: Tensor, started: float) -> Any:
-        """From the logits after the prompt to what `model.generate` returns."""
-        reading = self._first(logits)
-        loop = self._begun() if self._wanted.max_steps > 1 else None
-        tokens, finished = reading.wait()
+    def begin(self, logits: Tensor) -> None:
+        """Launch the choice of the tokens after the prompt, and steps behind them."""
+        self._reading = self._first(logits)
+        positions = self._session.cache.prefilled - self._wanted.past
+        self._is_ahead = positions * self._wanted.batch <= LONGEST_CAPTURED and self._launch()
+
+    def is_right(self) -> bool:
+        """Whether the steps that were launched, if any, are the model's. A wrong capture is not replayed again."""
+        if self._loop is None:
+            return True
+        if not self._session.confirms(self._wanted) and self._is_ahead:
+            self._reading.wait()
+            self._loop.settle()
+            return False
+        self._launch()
+        return True
+
+    def _launch(self) -> bool:
+        """Launch replays behind the first token, if they are captured and may run ahead of it. Returns whether."""
+        if self._loop is None or self._part is None or not self._part.is_ready or self._ahead == 1:
+            return False
+        self._loop.launch()
+        return True
+
+    def run(self, started: float) -> Any:
+        """From the tokens after the prompt to what `model.generate` returns."""
+        tokens, finished = self._reading.wait()
         self._put(tokens)
         steps, first = 1, time.perf_counter()
+        loop = self._loop
         if loop is not None and not finished and not self._time_is_up():
             for tokens in loop:
                 steps += 1
@@ -295,7 +358,7 @@ class Generation:
                 if self._time_is_up():
                     loop.settle()
                     break
-        is_captured = steps > 1 and self._part.is_captured
+        is_captured = steps > 1 and self._part is not None and self._part.is_captured
         self._kept.cut(steps)
         if self._streamer is not None:
             self._streamer.end()
@@ -311,17 +374,7 @@ class Generation:
         reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
         return reading
 
-    def _begun(self) -> DecodeLoop:
-        """The steps after the first token, some of which are launched behind it. Whether a capture is still right is
-        asked of all of the model: the device is at the prompt meanwhile.
-        """
-        self._part = self._session.captured_part(self._wanted)
-        loop = self._loop(self._part)
-        if self._part.is_ready and self._ahead > 1:
-            loop.launch()
-        return loop
-
-    def _loop(self, part: FixedCall) -> DecodeLoop:
+    def _loop_of(self, part: FixedCall) -> DecodeLoop:
         def captured() -> tuple[Tensor, Tensor]:
             tokens, done, logits, scores = part()
             self._kept.add(logits, scores)

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -86,6 +86,7 @@ def save(
     _choose_kernels(partial(ahead.function, *given, **(kwargs or {})), backend.journal)
     about = {"machine": machine_of(()), "is_module": is_module, "takes_self": takes_self}
     about |= {"module": ahead.module, "names": _references(ahead.globals), "sources": ahead.sources}
+    about |= {"class": _class_of(model), "methods": _traced_methods(ahead, model)}
     about["device"] = _device_of(backend.journal)
     about["guards"] = _named_guards(ahead, model, declared)
     about["hooks"] = [name for name, held in _forward_hooks(model).items() if held]
@@ -163,7 +164,13 @@ def load(
             "is a module's: pass the module that has the weights" if model is None else "is a function's: pass none"
         )
         raise InputError(f"'{path}' {wanted}.")
+    if head["class"] != _class_of(model):
+        raise InputError(f"'{path}' was saved for a module of type {head['class']}; this one is {_class_of(model)}.")
     _check_sources(path, head["sources"])
+    _check_methods(path, head, model)
+    hooks = {name: held for name, held in _forward_hooks(model).items() if name not in head["hooks"]}
+    if any(hooks.values()):
+        raise InputError(f"'{path}': {_why_not_with(hooks)}")
     with collector_paused(), _on_device(path, head["device"], device, model):
         try:
             function = aot_loaded(data, _globals(head, model), model)
@@ -172,9 +179,6 @@ def load(
         except Exception as error:  # of torch's: an object that it can write, and not read
             raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
     _check_guards(path, head["guards"], function, model)
-    hooks = {name: held for name, held in _forward_hooks(model).items() if name not in head["hooks"]}
-    if any(hooks.values()):
-        raise InputError(f"'{path}': {_why_not_with(hooks)}")
     return Loaded(function, model if head["takes_self"] else None, hooks)
 
 
@@ -235,7 +239,7 @@ def _digest(code: CodeType) -> str:
 
 
 def _is_declared(guard: Unsaved, declared: Sequence[str]) -> bool:
-    return any(guard.name == name or guard.name.startswith((f"{name}.", f"{name}[")) for name in declared)
+    return any(guard.owner == name or guard.owner.startswith((f"{name}.", f"{name}[")) for name in declared)
 
 
 def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
@@ -323,10 +327,50 @@ def _check_sources(path: str | Path, sources: list[list[str]]) -> None:
     for module, functions in groupby(sources, key=itemgetter(0)):
         file = getattr(sys.modules.get(module), "__file__", None)
         text = Path(file).read_text(errors="replace") if file and file.endswith(".py") else None
-        for _, function in functions:
+        for _, _, function in functions:
             if text is not None and function not in text:
                 first = function.strip().splitlines()[0]
                 raise InputError(f"'{path}' was saved before `{first}` in {file} was changed. Save it again.")
+
+
+def _class_of(model: object) -> str:
+    """The class of a module, but for where it is: a script is another module in the next process."""
+    return type(model).__qualname__ if isinstance(model, torch.nn.Module) else ""
+
+
+def _methods(model: object, modules: Collection[str]) -> dict[str, FunctionType]:
+    """The methods of a module's classes, and of the classes of these Python modules, by their places."""
+    held = [each for name in modules if name in sys.modules for each in vars(sys.modules[name]).values()]
+    found = {each for each in held if isinstance(each, type) and each.__module__ in modules}
+    if isinstance(model, torch.nn.Module):
+        found |= {each for module in model.modules() for each in type(module).__mro__}
+    return {
+        f"{each.__module__}.{each.__qualname__}.{name}": function
+        for each in found
+        if not each.__module__.startswith("torch.")
+        for name, held in vars(each).items()
+        if isinstance(function := getattr(held, "__func__", held), FunctionType)
+    }
+
+
+def _traced_methods(ahead: Ahead, model: object) -> dict[str, str]:
+    """The methods that were traced, with their code. Dynamo has no guard on them: classes may hold others when a file
+    is loaded.
+    """
+    traced = {(module, line) for module, line, _ in ahead.sources}
+    return {
+        place: _digest(each.__code__)
+        for place, each in _methods(model, {module for module, _ in traced}).items()
+        if (each.__globals__.get("__name__"), each.__code__.co_firstlineno) in traced
+    }
+
+
+def _check_methods(path: str | Path, head: dict[str, Any], model: object) -> None:
+    """Compare the methods that were traced with those of the classes here. Raises InputError if one is another."""
+    here = _methods(model, {module for module, _, _ in head["sources"]})
+    for place, code in head["methods"].items():
+        if place in here and _digest(here[place].__code__) != code:
+            raise InputError(f"'{path}' was saved where `{place}` was another method. Save it again.")
 
 
 def _why_not(error: RuntimeError) -> str:

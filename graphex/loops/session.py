@@ -50,7 +50,7 @@ from graphex.loops.processors import (
     on_device,
     stop_on_device,
 )
-from graphex.loops.step_state import modes
+from graphex.loops.step_state import methods_of, modes
 from graphex.records import FellBack, Journal
 from graphex.torch_private.dynamo import compiled_version
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
@@ -116,6 +116,7 @@ class Wanted(StepParts):
     stopping_criteria: Any
     sample: bool
     pad: Tensor | None
+    pad_tokens: tuple[int, ...] | None  # the same, on the host: reading them waits for the device
     max_steps: int
     keeps_scores: bool
     keeps_logits: bool
@@ -147,7 +148,7 @@ class Wanted(StepParts):
         if steps < 1 or not input_ids.shape[0]:
             return "there is nothing to generate"
         device = input_ids.device
-        has_eos = any(hasattr(each, "eos_token_id") for each in criteria)
+        pad = config._pad_token_tensor.to(device) if any(hasattr(each, "eos_token_id") for each in criteria) else None
         past = int(cache.get_seq_length())
         extra = {name: value for name, value in model_kwargs.items() if name not in ALREADY_KNOWN}
         mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
@@ -159,7 +160,8 @@ class Wanted(StepParts):
             logits_processor=processors,
             stopping_criteria=criteria,
             sample=bool(config.do_sample),
-            pad=config._pad_token_tensor.to(device) if has_eos else None,
+            pad=pad,
+            pad_tokens=None if pad is None else tuple(pad.view(-1).tolist()),
             max_steps=steps,
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
@@ -188,8 +190,8 @@ class Wanted(StepParts):
     @property
     def step_key(self) -> tuple[Any, ...]:
         """The key of a captured step: everything that it depends on besides the memory it works on."""
-        pad = None if self.pad is None else tuple(self.pad.view(-1).tolist())
-        return bool(self.host), self.sample, self.keeps_scores or self.keeps_logits, pad, self.key
+        keeps = self.keeps_scores or self.keeps_logits
+        return bool(self.host), self.sample, keeps, self.pad_tokens, self.key
 
     @property
     def memory_key(self) -> tuple[Any, ...]:
@@ -237,7 +239,9 @@ class Sessions:
         assert model is not None  # the caller holds it
         tensors = tensors_of(model)
         types = tuple(each.dtype for each in tensors)
-        key = (*wanted.memory_key, types, modes(), repr(sorted((options or {}).items(), key=str)))
+        # Dynamo has no guard on methods: a step that was compiled with another one is another session's.
+        how = repr(sorted((options or {}).items(), key=str))
+        key = (*wanted.memory_key, types, modes(), methods_of(model.modules()), how)
         with self._lock:
             found = self._idle.pop(key, [])
             session = found.pop() if found else None
@@ -384,6 +388,10 @@ def report_to_host(device: Device, batch: int, where: torch.device) -> Tensor | 
     return report if is_there else "what the device writes there does not arrive"
 
 
+Calls = OrderedDict[tuple[Any, ...], FixedCall]
+Arguments = Callable[[], tuple[Any, dict[str, Any]]]
+
+
 def with_own_code(function: Any) -> Any:
     """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
@@ -416,11 +424,11 @@ class Session:
         self._step = torch.compile(self._function, backend=backend, dynamic=False)
         self._prompt_function = with_own_code(prompt_step)
         self._prompt = torch.compile(self._prompt_function, backend=backend, dynamic=False)
-        self._calls: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
-        self._prompts: OrderedDict[tuple[Any, ...], FixedCall] = OrderedDict()
+        self._calls: Calls = OrderedDict()
+        self._prompts: Calls = OrderedDict()
         self._buffers: dict[int, dict[str, Any]] = {}
         self._counts: dict[str, int] = {}
-        self._settled: dict[tuple[Any, ...], Hashable] = {}
+        self._settled: dict[tuple[Any, ...], tuple[str, tuple[int, ...]] | None] = {}  # graph and weights of a call
         self._reached: Reached | None = None
 
     @property
@@ -474,7 +482,10 @@ class Session:
             with compiling:
                 logits = run()
         else:
-            logits = self._ready(self._prompts, ("prompt", length), run, arguments)()
+            key = ("prompt", length)
+            prompt = self._call(self._prompts, key, run, arguments)
+            self._confirms(self._prompts, key, arguments)
+            logits = prompt()
         self.cache.decode(count)
         self._begin(wanted)
         return logits
@@ -544,36 +555,36 @@ class Session:
         return None if wanted.host or wanted.stops else self._report
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
-        """A step, or the model alone where the host does the rest. It is rehearsed once more in a generation in which
-        it could be another one than was captured.
+        """A step, or the model alone where the host does the rest. The one that was captured may be replayed as soon as
+        `confirms` says so; before that, if what a wrong one does can be taken back. It is rehearsed if it has to be.
         """
 
         def step() -> tuple[Tensor, ...]:
             tokens, logits, scores = self.choose(wanted, self.forward())
             return tokens, self.done, logits, scores
 
-        def arguments() -> tuple[Any, dict[str, Any]]:
-            values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
-            return self._function, {**values, "cache": self.cache, "extra": self._extra}
-
         body = self.forward if wanted.host else step
-        return self._ready(self._calls, wanted.step_key, body, arguments)
+        return self._call(self._calls, wanted.step_key, body, self._step_arguments)
 
-    def _ready(
-        self,
-        calls: OrderedDict[tuple[Any, ...], FixedCall],
-        key: tuple[Any, ...],
-        body: Callable[[], Any],
-        arguments: Callable[[], tuple[Any, dict[str, Any]]],
-    ) -> FixedCall:
-        """The call that was captured for a key, if it is still right, or one that is captured anew. `arguments` are
-        what it compiles: a function, and the values of its local variables.
+    def confirms(self, wanted: Wanted) -> bool:
+        """Whether Dynamo's guards say that the captured part is still the model's. It is rehearsed if they do not."""
+        return self._confirms(self._calls, wanted.step_key, self._step_arguments)
+
+    def _step_arguments(self) -> tuple[Any, dict[str, Any]]:
+        values = {"model": self._model, "token": self.token, "position": self.position, "mask": self.mask}
+        return self._function, {**values, "cache": self.cache, "extra": self._extra}
+
+    def _call(self, calls: Calls, key: tuple[Any, ...], body: Callable[[], Any], arguments: Arguments) -> FixedCall:
+        """The call that was captured for a key, or one that will be. `arguments` are what it compiles: a function, and
+        the values of its local variables. It runs as it is first if weights have moved, or if only that can tell what
+        it runs.
         """
 
         def state() -> Hashable:
-            ran = self._ran()
-            self._settled[key] = self._version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
-            return ran, self._addresses(), self._values() if self._settled[key] is None else None
+            ran, addresses = self._ran(), self._addresses()
+            version = compiled_version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
+            self._settled[key] = None if version is None else (version, addresses)
+            return ran, addresses, self._values() if version is None else None
 
         found = calls.get(key)
         if found is None:
@@ -582,10 +593,21 @@ class Session:
         while len(calls) > KEPT:
             calls.popitem(last=False)[1].free()
         settled = self._settled.get(key)
-        if settled is None or settled != self._version(*arguments()):
+        if settled is None or settled[1] != self._addresses():
+            self._settled[key] = None
             found.rehearse()
             self._ran()
         return found
+
+    def _confirms(self, calls: Calls, key: tuple[Any, ...], arguments: Arguments) -> bool:
+        """Whether a call would run the graph that it ran when it was rehearsed; else it is rehearsed once more."""
+        settled = self._settled.get(key)
+        if settled is not None and settled[0] == compiled_version(*arguments()):
+            return True
+        self._settled[key] = None
+        calls[key].rehearse()
+        self._ran()
+        return False
 
     def _ran(self) -> tuple[str, ...]:
         """The graphs that ran since this was last asked."""
@@ -607,11 +629,6 @@ class Session:
         version = self._reached.version
         self._reached.let_go()
         return version
-
-    def _version(self, function: Any, values: dict[str, Any]) -> Hashable:
-        """Which graph a call would run on which weights, by Dynamo's guards; None if only running it can tell."""
-        found = compiled_version(function, values)
-        return None if found is None else (found, self._addresses())
 
     @property
     def newest(self) -> FixedCall | None:

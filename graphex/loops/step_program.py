@@ -34,7 +34,7 @@ from graphex.backend import Backend
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
-from graphex.errors import CaptureError, one_line
+from graphex.errors import CaptureError, NotOfferedError, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
 from graphex.loops.step_state import SPARSE, Found, StepState
@@ -120,6 +120,10 @@ CHANGING = 6  # ... and where a plain value is other than in the call before, wh
 REMEMBERED = 64  # kinds of calls that were seen and not captured
 
 
+TWICE = (
+    "torch cannot differentiate a compiled backward again (create_graph=True): write train_step(..., compile=False), "
+    "which leaves the model as it is and captures the step all the same."
+)
 Find = Callable[[], tuple[Found, Sequence[CompiledModule]]]
 
 
@@ -144,10 +148,10 @@ class Learnt:
 class TrainStep:
     """A callable step. `journal` says what was captured, or why not; `average` holds averaged parameters."""
 
-    def __init__(self, function: Callable[..., Any], find: Find, backend: Backend) -> None:
+    def __init__(self, function: Callable[..., Any], find: Find, backend: Backend, *, compiles: bool = True) -> None:
         """`find` is called before the first step, and when a name that the function reads stands for something else."""
         update_wrapper(self, function)
-        self._function, self._find = function, find
+        self._function, self._find, self._compiles = function, find, compiles
         self._compiled: Sequence[CompiledModule] = ()
         self.journal: Journal = backend.journal
         self.average: nn.Module | None = getattr(function, "average", None)
@@ -171,7 +175,23 @@ class TrainStep:
         with self._lock:
             if self._device is None or self._state.found.is_replaced():
                 self._begin(args, kwargs)
-            return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
+            if method := self._state.found.replaced_method:
+                self._compile_again(method)
+            try:
+                return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
+            except RuntimeError as error:
+                if "double backward" not in str(error):
+                    raise
+                raise NotOfferedError(TWICE) from error
+
+    def _compile_again(self, method: str) -> None:
+        """Drop what Dynamo has compiled: it has no guard on the methods of classes."""
+        self._state.found.replaced_method = ""
+        if not self._compiles:
+            return
+        torch.compiler.reset()
+        reason = f"'{method}' was replaced, and compiled code does not see that"
+        self.journal.fall_back(FellBack(self._name, "everything is compiled again", reason))
 
     def explain(self) -> str:
         """The step so far, as tables: its graphs and their memory, what is saved, what was captured."""
@@ -190,6 +210,7 @@ class TrainStep:
         for known in (self._learnt, self._checked, self._reads_gradients):
             known.clear()
         found, self._compiled = self._find()
+        found.look_at_methods()
         self._state, self._is_off = StepState(found), False
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         devices = self._state.devices() | {each.device for each in tensors if not self._state.parameters}

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -150,6 +151,19 @@ SPARSE = "a gradient is sparse, and its size depends on data"
 _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
 
 
+Method = tuple[type, str, Any]
+_METHODS = (FunctionType, staticmethod, classmethod, property)
+
+
+def methods_of(modules: Iterable[nn.Module]) -> frozenset[Method]:
+    """The methods that the classes of modules hold: a class, a name, and what stands there."""
+    kinds = {type(module) for module in modules}
+    classes = {each for kind in kinds for each in kind.__mro__ if each not in (nn.Module, object)}
+    return frozenset(
+        (each, name, held) for each in classes for name, held in vars(each).items() if isinstance(held, _METHODS)
+    )
+
+
 @dataclass
 class Found:
     """The modules, optimizers, scalers and schedulers that a function can reach."""
@@ -159,11 +173,26 @@ class Found:
     scalers: list[GradScaler] = field(default_factory=list)
     deferred: list[Any] = field(default_factory=list)
     reached: Reached = field(default_factory=partial(Reached, (), ()))
+    methods: frozenset[Method] = frozenset()
+    replaced_method: str = ""  # of a class, since the last look
 
     def is_replaced(self) -> bool:
         """Whether other models, optimizers, scalers or schedulers are reached by now."""
         before = self.reached.things
-        return self.reached.look() and not _identical(self.reached.things, before)
+        self.replaced_method = ""
+        if not self.reached.look():
+            return False
+        self.look_at_methods()
+        return not _identical(self.reached.things, before)
+
+    def look_at_methods(self) -> None:
+        """Note the methods of the modules' classes, and which one is another than in the last look."""
+        before = self.methods
+        self.methods = methods_of(each for module in self.modules for each in module.modules())
+        places = {(kind, name) for kind, name, _ in self.methods}
+        other = [each for each in before - self.methods if each[:2] in places]
+        if other:
+            self.replaced_method = f"{other[0][0].__qualname__}.{other[0][1]}"
 
     def add(self, thing: Any) -> bool:
         """Keep something of these types; False if it is of another one."""

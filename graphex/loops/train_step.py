@@ -84,13 +84,13 @@ def train_step(
             raise InputError("train_step needs the optimizer of a module: train_step(model, loss_fn, optimizer).")
         parts = Parts(model, loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, accumulate, autocast, ema)
         recipe = Recipe(parts, compile_it)
-        return TrainStep(recipe, partial(_found_of, parts, recipe.average), backend)
+        return TrainStep(recipe, partial(_found_of, parts, recipe.average), backend, compiles=compile)
     if not callable(model):
         raise InputError(f"train_step takes a module, or a function that does a step; got {type(model).__name__}.")
     own = (loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, autocast, ema)
     if any(each is not None for each in own) or accumulate != 1:
         raise InputError("a function is a whole step: the parts of a step are for train_step(module, ...).")
-    return TrainStep(model, partial(_reached_by, model, compile_it if compile else None), backend)
+    return TrainStep(model, partial(_reached_by, model, compile_it if compile else None), backend, compiles=compile)
 
 
 def _compiled(function: Callable[..., Any], *, backend: Backend, dynamic: bool | None) -> Callable[..., Any]:
@@ -165,11 +165,15 @@ class Recipe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         parts, scaler = self._parts, self._parts.scaler
+        if parts.loss_fn is not None and len(args) + len(kwargs) < 2:
+            raise InputError(
+                "a step with a loss function takes the model's inputs and a target, the target last: step(x, y)."
+            )
         total: Tensor | None = None
         try:
             for micro_args, micro_kwargs in _microbatches(args, kwargs, parts.accumulate):
                 with self._autocast():
-                    loss = self._loss(*micro_args, **micro_kwargs)
+                    loss = _one_number(self._loss(*micro_args, **micro_kwargs))
                 loss = loss / parts.accumulate if parts.accumulate > 1 else loss
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -276,6 +280,14 @@ def _loss_in(result: Any) -> Tensor:
         loss = result.get("loss")
     if not isinstance(loss, Tensor):
         raise InputError("a training step needs a loss: pass `loss_fn`, or let the model return it (as `.loss`).")
+    return loss
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise InputError(
+            f"a loss is one number, and this one is of shape {tuple(loss.shape)}: take its mean or its sum."
+        )
     return loss
 
 

@@ -186,7 +186,7 @@ def with_kernel(name: str) -> Function:
     spec = SPECS[name]
     namespace, _, short = name.partition("::")
     library = getattr(torch.ops, namespace)  # the real torch_npu may define it later
-    return part(spec.fake or spec.reference)(lambda *args: getattr(library, short)(*args))
+    return part(spec.fake or spec.reference)(lambda *args, **given: getattr(library, short)(*args, **given))
 
 
 def _as_fake(reference: Function) -> Function:

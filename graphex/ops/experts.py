@@ -233,10 +233,41 @@ def route(
     return (weights * scale if scale != 1.0 else weights).to(dtype), experts
 
 
+FEW = 32  # pairs of a token and an expert: with more of them, several share the weights of an expert
+_route, _experts = with_kernel("graphex::route"), with_kernel("graphex::experts")
+
+
+@op(
+    "graphex::routed_experts(Tensor x, Tensor logits, int top_k, str scores, ScalarType dtype, bool normalised, "
+    "float epsilon, float scale, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, "
+    "bool transposed=False, str activation='silu', float alpha=1.702, float limit=7.0, Tensor? residual=None) "
+    "-> Tensor",
+    title="choice and mixture of experts",
+    kernel="experts.routed_experts",
+    rows=RowRule("batch", ("x", "logits", "residual")),
+)
+def routed_experts(
+    x: Tensor,
+    logits: Tensor,
+    top_k: int,
+    scores: str,
+    dtype: torch.dtype,
+    normalised: bool,
+    epsilon: float,
+    scale: float,
+    *mixture: Any,
+    **given: Any,
+) -> Tensor:
+    """`graphex::experts` of those that `graphex::route` chooses by logits [T, E], without a correction or groups.
+
+    The other arguments are those of `graphex::experts`.
+    """
+    weights, chosen = _route(logits, None, top_k, scores, dtype, normalised, epsilon, scale)
+    found: Tensor = _experts(x, chosen.reshape(-1), weights.reshape(-1), *mixture, **given)
+    return found
+
+
 # -- torch_npu's ops ---------------------------------------------------------------------------------------------------
-
-
-_route = with_kernel("graphex::route")
 
 
 def _row_numbers(tokens: int, k: int, device: torch.device) -> Tensor:

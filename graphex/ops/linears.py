@@ -24,6 +24,12 @@ from graphex.torch_private.graphs import require
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Of a gate: torch's `silu` and `gelu`, and `gelu` with `approximate="tanh"`."""
 
+FEW_ROWS = 64
+"""Up to so many rows, reading the weights takes the time of a linear layer."""
+
+SMALL_RESULT = 3 * 2**19
+"""Elements of a result. A layer of many rows that makes no more leaves a part of a large device idle."""
+
 
 def gate_mul(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The activation of the gate, times `up`."""

@@ -69,12 +69,18 @@ def embedding(weight: Tensor, indices: Tensor) -> Tensor:
 DEPTH = 64  # elements that one step of a product adds up
 ALIGNED = 8  # elements of 16 bits
 HEIGHTS = (128, 64)
+HOPPER = 9  # the major version of NVIDIA's devices that the kernel is written for
 MOST_WASTE = 1.25  # what tiles compute, as a multiple of what is wanted
 
 
 def rows_in_line(width: int) -> int:
     """How many rows below a row of this width the next one begins that lies as it does within 16 bytes."""
     return ALIGNED // math.gcd(width, ALIGNED)
+
+
+def has_odd_products(device: torch.device) -> bool:
+    """Whether `odd_mm` has a kernel for a GPU."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def tile_height(rows: int, depth: int, width: int) -> int:

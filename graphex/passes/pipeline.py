@@ -40,7 +40,7 @@ from graphex.passes.projections import FoldGates, FoldProjections
 from graphex.passes.reinplace import ReuseDeadMemory, WritePartsOfCat
 from graphex.passes.rotary_attention import JoinRotaryAndAttention
 from graphex.passes.rotary_write import WriteRotaryToCache
-from graphex.passes.routers import LiftRouters
+from graphex.passes.routers import JoinRouters, LiftRouters
 from graphex.passes.streams import CheckDeadlocks, PlaceBranches, ScheduleStreams
 from graphex.records import MemoryPredicted
 from graphex.regions.members import is_op
@@ -64,7 +64,7 @@ OURS: Stages = (
     *_stage("lift", LiftAttention(), LiftExperts(), LiftRouters(), LiftIdioms()),
     *_stage("unify", MergeCommonSubexpressions()),
     # Projections are folded before a residual add joins the norm behind it.
-    *_stage("fuse", FoldProjections(), FoldGates(), FusePatterns()),
+    *_stage("fuse", FoldProjections(), FoldGates(), FusePatterns(), JoinRouters()),
 )
 LAST: Stages = (
     *_stage("place", PlaceNodes()),

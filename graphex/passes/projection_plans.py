@@ -21,6 +21,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,15 +29,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis import known_equal, known_true
+from graphex.analysis.effects import is_kernel
 from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
+from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
 from graphex.passes.fuse import device_of, pays
 from graphex.rewrite.base import Motion, Read, Refusal, Work, can_stand_before, elsewhere, used_by, where
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
-MOST_ROWS = 64
+NEAR = 8  # kernels that may stand between two layers of many rows that are computed together
 TYPES = (torch.float16, torch.bfloat16)
 
 # Product -> its factors, and what is added to it.
@@ -62,6 +65,23 @@ class Linear:
     @property
     def operands(self) -> list[Node]:
         return [self.weight, *([] if self.bias is None else [self.bias])]
+
+    @property
+    def rows(self) -> Any:
+        """How many rows its input has; symbolic if that varies."""
+        rows: Any = 1
+        for size in self.x.meta["val"].shape[:-1]:
+            rows = rows * size
+        return rows
+
+    @property
+    def has_many_rows(self) -> bool:
+        return known_true(self.rows > FEW_ROWS)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a layer of many rows leaves a part of a large device idle."""
+        return known_true(self.rows * self.weight.meta["val"].shape[0] <= SMALL_RESULT)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -140,15 +160,17 @@ def unfit_input(linear: Linear) -> Refusal | None:
     if x.dtype not in TYPES:
         reason = f"its input is {dtype_text(x.dtype)}, and the kernels are for float16 and bfloat16"
         return Refusal(reason, linear.node, nothing_lost=True)
-    rows: Any = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    if known_true(rows > MOST_ROWS):
-        reason = f"{rows} rows are more than {MOST_ROWS}: a plain matrix product is the right thing"
-        return Refusal(reason, linear.node, nothing_lost=True)
-    if known_equal(rows, 0) or known_equal(x.shape[-1], 0):
+    if known_equal(linear.rows, 0) or known_equal(x.shape[-1], 0):
         return Refusal("there is nothing to multiply", linear.node)
     return None
+
+
+def unfit_alone(linear: Linear) -> Refusal | None:
+    """Why a layer is not taken by itself: with many rows it is a plain matrix product."""
+    if not linear.has_many_rows:
+        return None
+    reason = f"{linear.rows} rows are more than {FEW_ROWS}: a plain matrix product is the right thing"
+    return Refusal(reason, linear.node, nothing_lost=True)
 
 
 def unfit_weight(linear: Linear) -> Refusal | None:
@@ -222,6 +244,7 @@ class Planner:
         self.motion = Motion(work)
         self.candidates: dict[str, set[Node]] = defaultdict(set)
         self.added: set[Node] = set()  # residual adds that belong to a plan
+        self.kernels: dict[Node, int] = {}  # node -> how many kernels stand before it
         self.kept: set[Node] = set()  # results of norms that a plan keeps for others
 
     def plans(self, linears: list[Linear]) -> Iterator[FoldPlan]:
@@ -230,8 +253,43 @@ class Planner:
             by_input[linear.x].append(linear)
             self.candidates[LINEARS].add(linear.node)
         for siblings in by_input.values():
-            for group in self._groups(self._fit(siblings)):
-                yield self._plan(group)
+            if siblings[0].has_many_rows:
+                yield from self._plans_of_many_rows(siblings)
+            else:
+                for group in self._groups(self._fit(siblings)):
+                    yield self._plan(group)
+
+    def _plans_of_many_rows(self, siblings: list[Linear]) -> Iterator[FoldPlan]:
+        """Small layers that stand near each other are computed together, and nothing else joins them.
+
+            before:  q = addmm(bq, x, wq); k = addmm(bk, x, wk); v = addmm(bv, x, wv)         x: [1024, 768]
+            after:   q, k, v = linears(x, [wq, wk, wv], [bq, bk, bv])
+
+        Those of another layer of the model stand further away: its graph stays like that of the layers around it.
+        """
+        joined: list[Linear] = []
+        for near in self._near(siblings):
+            for group in self._groups(self._fit(near)) if len(near) > 1 else ():
+                if len(group) > 1:
+                    joined += group
+                    yield FoldPlan(group, group[0].x)
+        if alone := [each for each in siblings if each not in joined]:
+            self.candidates[LINEARS].difference_update(each.node for each in alone)
+            self._refused(LINEARS, unfit_alone(alone[0]))
+
+    def _near(self, siblings: list[Linear]) -> list[list[Linear]]:
+        """The small ones among layers of one input, in groups of neighbours."""
+        if not self.kernels:
+            count = accumulate(map(is_kernel, self.work.graph.nodes), initial=0)
+            self.kernels = dict(zip(self.work.graph.nodes, count, strict=False))
+        groups: list[list[Linear]] = []
+        for each in filter(lambda linear: linear.is_small, siblings):
+            here = self.kernels[each.node]
+            if groups and here - self.kernels[groups[-1][-1].node] <= NEAR:
+                groups[-1].append(each)
+            else:
+                groups.append([each])
+        return groups
 
     # -- which layers ------------------------------------------------------------------------------------------------
 

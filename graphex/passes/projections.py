@@ -10,8 +10,9 @@
     after:   s, = silu_mul_linears(gate, up, [w], [None], r)
 
 Layers that read one value become one op over their separate weights: nothing is copied or assumed to be constant. For
-inference alone (the ops have no derivative), in float16 and bfloat16, up to 64 rows; where the number of rows is not
-known the op decides when it runs. What a rule of the user's is going to take is left to it.
+inference alone (the ops have no derivative), in float16 and bfloat16, up to 64 rows, or more where each of the layers
+is too small to fill a device; where the number of rows is not known the op decides when it runs. What a rule of the
+user's is going to take is left to it.
 
     before:  gate, up = rms_norm_linears(x, g, ..., [wg, wu], ...); y, = silu_mul_linears(gate, up, [w], [None], r)
     after:   h = rms_norm_gated_linears(x, g, ..., [wg, wu], ...);  y, = linears(h, [w], [None], r)
@@ -33,11 +34,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from graphex.analysis import is_effectful, known_equal, node_line
+from graphex.analysis import is_effectful, known_equal, known_true, node_line
 from graphex.analysis.effects import is_kernel, node_leaves
 from graphex.analysis.graphs import arguments
 from graphex.analysis.memory import bytes_of
 from graphex.fusion.rule import fresh, key_of
+from graphex.ops.linears import FEW_ROWS
 from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
 from graphex.passes.projection_plans import (
     GATED,
@@ -77,6 +79,8 @@ class FoldProjections(IdiomPass):
         work.remark = _why_none(work, linears)
         if work.remark or mode is None:
             return
+        if work.config.lift_idioms != "always" and (reason := _why_too_little(work.graph, linears)):
+            work.remark, linears = reason, [linear for linear in linears if linear.has_many_rows]
         planner = Planner(work, _claimed(work))
         plans = list(planner.plans(linears))
         matches = _Folding(work, mode).fold_all(plans)
@@ -93,14 +97,15 @@ def _why_none(work: Work, linears: list[Linear]) -> str:
     """Why no layer of the graph is taken; empty if there is no such reason."""
     if work.phase != "inference":
         return "the ops for few rows have no derivative"
-    if not any(pays(work, LINEARS, linear.node) for linear in linears):
-        return NO_KERNELS
-    return "" if work.config.lift_idioms == "always" else _why_too_little(work.graph, linears)
+    return "" if any(pays(work, LINEARS, linear.node) for linear in linears) else NO_KERNELS
 
 
 def _why_too_little(graph: Graph, linears: list[Linear]) -> str:
-    """Tiles are measured for every shape, which takes seconds: the classifier behind a large model gains nothing."""
-    few = [linear for linear in linears if unfit_input(linear) is None]
+    """Why no layer of few rows is taken; empty if there is no such reason.
+
+    Tiles are measured for every shape, which takes seconds: the classifier behind a large model gains nothing.
+    """
+    few = [linear for linear in linears if unfit_input(linear) is None and not linear.has_many_rows]
     kernels = sum(map(is_kernel, graph.nodes))
     if not few or len(few) * SHARE >= kernels or sum(bytes_of(linear.weight) for linear in few) > LITTLE:
         return ""
@@ -393,6 +398,8 @@ def _why_no_gate(work: Work, gate: _Gate) -> Refusal | None:
         return Refusal(f"'{layers.name}' is {len(given['weights'])} layers", node)
     if given.get("residual") is not None:
         return Refusal(f"'{layers.name}' adds a residual", node)
+    if known_true(gate.gate.meta["val"].numel() > FEW_ROWS * gate.gate.meta["val"].shape[-1]):
+        return Refusal(f"'{layers.name}' has more than {FEW_ROWS} rows", node)
     for part in gate.inner:
         if (stranger := next((user for user in part.users if user not in (node, *gate.inner)), None)) is not None:
             return Refusal(f"'{part.name}' is also {used_by(stranger)}", node)

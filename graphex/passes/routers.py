@@ -6,6 +6,10 @@
 
 It is looked for before every `graphex.experts`. Each of these small ops is a launch of its own otherwise, and `topk`
 several, which together take as long as reading the weights of an expert.
+
+For a few tokens the two are joined then, so that programs of the first projection can find their experts themselves:
+
+    graphex.experts(x, *graphex.route(logits, ...), ...)                                 graphex.routed_experts(...)
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
+from graphex.ops.experts import FEW
 from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import inherit_all
 
 aten = torch.ops.aten
-experts = torch.ops.graphex.experts.default
+experts, route = torch.ops.graphex.experts.default, torch.ops.graphex.route.default
 
 
 class LiftRouters(IdiomPass):
@@ -36,8 +41,7 @@ class LiftRouters(IdiomPass):
         return any(node.target is experts for node in graph.nodes)
 
     def apply(self, work: Work) -> None:
-        mixtures = [node for node in work.graph.nodes if node.target is experts and pays(work, "route", node)]
-        self.lift(work, ((node, _router(node.args[1], node.args[2])) for node in mixtures))
+        self.lift(work, ((node, _router(node.args[1], node.args[2])) for node in _mixtures(work, "route")))
 
     def replace(self, work: Work, router: Router) -> None:
         graph = work.graph
@@ -59,6 +63,85 @@ class LiftRouters(IdiomPass):
         for node in reversed(nodes):
             graph.erase_node(node)
         work.fused(names, [new], rule=self.rule, because="experts are chosen by one kernel", line=line)
+
+
+class JoinRouters(IdiomPass):
+    """A choice of experts and the mixture of these become one op."""
+
+    name = "join_routers"
+    rule = "join_route"
+
+    def concerns(self, graph: Graph) -> bool:
+        return bool(graph.find_nodes(op="call_function", target=route))
+
+    def apply(self, work: Work) -> None:
+        found = [(node, site) for node in _mixtures(work, "routed_experts") if (site := _chosen_for(node)) is not None]
+        self.lift(work, ((node, site if (why := site.refusal()) is None else why) for node, site in found))
+
+    def replace(self, work: Work, site: JoinedRouter) -> None:
+        graph, nodes = work.graph, [node for node in work.graph.nodes if node in site.inner]
+        with graph.inserting_before(site.mixture):
+            new = graph.call_function(torch.ops.graphex.routed_experts.default, site.arguments, site.mixture.kwargs)
+        new.meta["val"] = site.mixture.meta["val"]
+        inherit_all(new, nodes)
+        line, names = node_line(site.mixture), [node.name for node in nodes]
+        site.mixture.replace_all_uses_with(new)
+        for node in reversed(nodes):
+            graph.erase_node(node)
+        work.fused(names, [new], rule=self.rule, because="experts can be chosen where they are computed", line=line)
+
+
+def _mixtures(work: Work, op: str) -> list[Node]:
+    """The mixtures of experts for which an op of graphex is worth having."""
+    return [node for node in work.graph.nodes if node.target is experts and pays(work, op, node)]
+
+
+@dataclass
+class JoinedRouter:
+    """A `mixture` of experts that are chosen by `choice`. `inner` are all nodes from one to the other."""
+
+    choice: Node
+    mixture: Node
+    inner: set[Node]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        logits, _, *how = self._choice
+        return (self.mixture.args[0], logits, *how[:6], *self.mixture.args[3:])
+
+    @property
+    def _choice(self) -> tuple[Any, ...]:
+        """The arguments of the choice, defaults filled in."""
+        given = self.choice.args
+        return (*given, *(False, 0.0, 1.0, 1, 1)[len(given) - 5 :])
+
+    def refusal(self) -> Refusal | None:
+        logits, bias, top_k, *_, groups, _ = self._choice
+        value = logits.meta["val"]
+        if bias is not None or groups > 1:
+            return Refusal("its experts are chosen with a correction, or in groups")
+        if value.dtype not in (torch.float16, torch.bfloat16):
+            return Refusal(f"its logits are {value.dtype}, not 16-bit numbers")
+        if not isinstance(value.shape[0], int) or value.shape[0] * top_k > FEW:
+            return Refusal(f"it may have more than {FEW} pairs of a token and an expert")
+        return why_not_alone(self.inner, self.mixture)
+
+
+def _chosen_for(mixture: Any) -> JoinedRouter | None:
+    """A mixture whose experts and weights are the flat results of one choice."""
+    inner = {mixture}
+    choices: list[Any] = []
+    for given, number in zip(mixture.args[1:3], (1, 0), strict=True):
+        view = called(given, aten.view.default)
+        part = None if view is None else called(view.args[0], operator.getitem)
+        if view is None or part is None or part.args[1] != number:
+            return None
+        inner |= {view, part}
+        choices.append(called(part.args[0], route))
+    choice, other = choices
+    if choice is None or choice is not other or choice.kwargs:
+        return None
+    return JoinedRouter(choice, mixture, inner | {choice})
 
 
 @dataclass

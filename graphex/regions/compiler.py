@@ -11,6 +11,8 @@ are captured as device graphs, as they will run, and the choice is stored as tho
 Code that launches a third less kernels than the nodes is certain to be faster there, and is taken untried. On a CPU
 both are called in turns; what is measured while other programs hold the cores is doubtful, and has to show far more,
 also in the time that threads of this process had a core.
+With `mode="max-autotune"` a region is compiled twice, with kernels that Inductor has tried and as usual, and the tried
+ones have to be faster: what Inductor measured one by one may be slower in a row.
 GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
 pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from math import isfinite
 from shutil import which
@@ -65,6 +67,7 @@ Boxed = Callable[[list[Any]], Any]
 PATIENCE = 2.0
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
+AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 MANY_ROWS = 128  # products of fewer are bound by reading the weight, and Inductor leaves them as they are
 LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second product
 
@@ -74,7 +77,8 @@ class RegionCode:
     """Inductor's code for a region: a function that takes a list and empties it, its source, and the time it took.
 
     `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
-    kernels for each product and convolution, and keep the fastest. `inlined` are fused ops that it was given the
+    kernels for each product and convolution, and keep the fastest; `tuned` and `untuned` are the seconds of a call of
+    such code and of the usual code, 0 where they were not compared. `inlined` are fused ops that it was given the
     formula of. `stored` is Inductor's own object for it, which can be stored; None if the function is more than that.
     `is_awaited`: there is none yet, and the nodes run one by one.
     """
@@ -88,6 +92,8 @@ class RegionCode:
     is_awaited: bool = False
     autotuned: bool = False
     split_products: int = 0
+    tuned: float = 0.0
+    untuned: float = 0.0
 
     @property
     def launches(self) -> int:
@@ -131,8 +137,13 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         **wrapping_integers(),
     }
     if config.mode.startswith("max-autotune"):
-        patches |= {"max_autotune": True, "coordinate_descent_tuning": True}
+        patches |= AUTOTUNING
     return known_settings(patches)
+
+
+def as_usual(patches: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without that which has Inductor try kernels."""
+    return {name: value for name, value in patches.items() if name not in AUTOTUNING}
 
 
 def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
@@ -418,7 +429,7 @@ def layout_key(value: Any) -> Hashable:
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
-COMPILED, SINGLE = "compiled", "single kernels"
+COMPILED, SINGLE, USUAL = "compiled", "single kernels", "compiled as usual"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
 LONGEST, PATIENT = 1.0, 10.0  # seconds, after which no round is begun, and if code seems to be slower
@@ -447,33 +458,78 @@ class Outcome:
 
 def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
     """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
-    if env.tuning() == "off" or any(is_formula(node) or node.target in BAGS for node in body.graph.nodes):
-        return Outcome()  # of made-up offsets, which are zeros, one bag would hold everything: 100 times as slow
+    if not may_try(body):
+        return Outcome()
     with torch.no_grad():
         if device.type == "cpu":
             return _on_cpu(body, code)
-        return _on_gpu(body, code, key, device) if torch.cuda.current_device() == (device.index or 0) else Outcome()
+        return _on_gpu(body, code, key, device)
+
+
+def may_try(body: GraphModule) -> bool:
+    """Whether code for a region is timed. Of made-up offsets, which are zeros, one bag would hold everything."""
+    return env.tuning() != "off" and not any(is_formula(node) or node.target in BAGS for node in body.graph.nodes)
 
 
 def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.device) -> Outcome:
-    signature = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
     single = sum(map(is_kernel, body.graph.nodes))
-    if launches(body, code) <= CERTAIN * single:
+    args = None if launches(body, code) <= CERTAIN * single else _on_this_gpu(body, device)
+    if args is None:
         return Outcome()
-    args = made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
-    if args is None or torch.cuda.is_current_stream_capturing():
-        return Outcome()
-    times = max(2, min(LAUNCHES, KERNELS // single))
-    runs = (
-        Candidate(COMPILED, lambda: code.run(list(args)), launches=times),
-        Candidate(SINGLE, lambda: body(*args), launches=times),
-    )
-    for each in runs:
-        each.run()  # what is chosen inside of them is chosen first
-    chosen = choose("region", signature, runs, runs[0])
+    runs = {COMPILED: lambda: code.run(list(args)), SINGLE: lambda: body(*args)}
+    chosen, seconds = _chosen(runs, _signature(key), single)
+    return Outcome(chosen == COMPILED, seconds.get(COMPILED, 0.0), seconds.get(SINGLE, 0.0))
+
+
+def faster(body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashable, device: torch.device) -> RegionCode:
+    """Of two codes for a region the faster one: the tuned one has to be, unless that cannot be measured."""
+    with torch.no_grad():
+        compare = _compared_on_cpu if device.type == "cpu" else _compared_on_gpu
+        untuned, seconds = compare(body, usual, tuned, key, device)
+    chosen = tuned if seconds * SMALLEST <= untuned else usual
+    return replace(chosen, tuned=seconds, untuned=untuned, seconds=tuned.seconds + usual.seconds)
+
+
+def _compared_on_cpu(body: GraphModule, usual: RegionCode, tuned: RegionCode, *_: object) -> tuple[float, float]:
+    """The seconds of both; zeros where they are doubtful, or there is no room for the inputs."""
+    args = made_up(body, 2**30)
+    if args is None:
+        return 0.0, 0.0
+    first, second = Timed(lambda: usual.run(list(args))), Timed(lambda: tuned.run(list(args)))
+    return (0.0, 0.0) if _time(first, second) else (min(first.seconds), min(second.seconds))
+
+
+def _compared_on_gpu(
+    body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashable, device: torch.device
+) -> tuple[float, float]:
+    args = _on_this_gpu(body, device)
+    if args is None:
+        return 0.0, 0.0
+    runs = {USUAL: lambda: usual.run(list(args)), COMPILED: lambda: tuned.run(list(args))}
+    _, seconds = _chosen(runs, f"{_signature(key)} {USUAL}", sum(map(is_kernel, body.graph.nodes)))
+    return seconds.get(USUAL, 0.0), seconds.get(COMPILED, 0.0)
+
+
+def _signature(key: Hashable) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+
+
+def _on_this_gpu(body: GraphModule, device: torch.device) -> list[Any] | None:
+    """Inputs to time a region with; None where nothing can be timed now."""
+    if torch.cuda.current_device() != (device.index or 0) or torch.cuda.is_current_stream_capturing():
+        return None
+    return made_up(body, torch.cuda.mem_get_info(device)[0] // ROOM)
+
+
+def _chosen(runs: dict[str, Callable[[], object]], signature: str, kernels: int) -> tuple[str, dict[str, float]]:
+    """The faster of two runs as device graphs, of which the first stays in doubt, and the seconds of both."""
+    times = max(2, min(LAUNCHES, KERNELS // kernels))
+    for run in runs.values():
+        run()  # what is chosen inside of them is chosen first
+    candidates = [Candidate(name, run, launches=times) for name, run in runs.items()]
+    chosen = choose("region", signature, candidates, candidates[0])
     found = choice_of("region", signature)
-    seconds = {} if found is None else found.seconds
-    return Outcome(chosen.name == COMPILED, seconds.get(COMPILED, 0.0), seconds.get(SINGLE, 0.0))
+    return chosen.name, {} if found is None else found.seconds
 
 
 def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:

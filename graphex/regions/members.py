@@ -33,6 +33,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
+from graphex.analysis.shapes import known_range
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
@@ -229,8 +230,8 @@ def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
         return None
     if index.op == "placeholder":
         return [Lookup(index, tuple(reversed(views)), least, most)]
-    by = index.args[1] if index.target is aten.remainder.Scalar else None
-    return [] if type(by) is int and least <= 0 < by <= most + 1 else None
+    found = known_range(index)
+    return [] if found is not None and least <= found[0] and found[1] <= most else None
 
 
 def _view_of(node: Node) -> tuple[Node, View] | None:
@@ -410,11 +411,16 @@ def _is_rounded_first(node: Node, dtype: torch.dtype, *, takes: bool, kind: str)
 
 def type_of_numbers(values: Iterable[object]) -> torch.dtype | None:
     """The type of 16 bits that numbers take beside these tensors; None if it is a wider one."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor) and not _is_float8(value)]
     found = reduce(torch.promote_types, (value.dtype for value in tensors if value.dim()), torch.bool)
     if not found.is_floating_point and not found.is_complex:  # then those without dimensions decide too
         found = reduce(torch.promote_types, (value.dtype for value in tensors if not value.dim()), found)
     return found if found in _WIDENED else None
+
+
+def _is_float8(value: Tensor) -> bool:
+    """Whether a tensor is of a type that torch promotes to no other: it is read by casts and moves alone."""
+    return value.dtype.is_floating_point and value.dtype.itemsize == 1
 
 
 def rounds_numbers(op: torch._ops.OpOverload, values: Iterable[object]) -> bool:

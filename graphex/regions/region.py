@@ -10,6 +10,8 @@ over (`laid_out_by_caller`). Of `zeros + x` Inductor returns x itself: such a re
 
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
 the one that eager would stop at raises.
+
+A region from the cache has no graph until something asks for it: what it promises is known without (`Promises`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +30,8 @@ from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
-from graphex.regions.members import are_in_range, lookups_of
-from graphex.torch_private.symbolic import expression_of, substituted, symbol_of
+from graphex.regions.members import Lookup, are_in_range, lookups_of
+from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
 Symbols = dict[Any, int]
 LARGE = 2**20  # elements; below, a launch costs the host more than ATen's copy costs the device
@@ -80,28 +82,94 @@ def laid_out_by_caller(results: frozenset[tuple[Region, int]]) -> Iterator[list[
         _asked.results, _asked.left = before  # what was left is the caller's: later captures may have its memory
 
 
-class Region(torch.nn.Module):
-    """`body` is the graph it stands for, `line` where its first node comes from.
+class Layout(NamedTuple):
+    """The sizes, strides, type and device of a tensor. Sizes are numbers, or expressions of symbols."""
 
-    `report` is told, once, why the body runs instead of compiled code: what happened, the reason, the line.
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: Tensor) -> Layout:
+        sizes, strides = (tuple(map(_expression, each)) for each in (value.shape, value.stride()))
+        return cls(sizes, strides, value.dtype, value.device)
+
+
+class Promises(NamedTuple):
+    """What the graph of a region says about its inputs and its results. An input is a number where it is no tensor."""
+
+    inputs: tuple[Layout | Any, ...]
+    results: tuple[Layout, ...]
+
+    @classmethod
+    def of(cls, body: GraphModule) -> Promises:
+        given = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
+        inputs = (Layout.of(value) if isinstance(value, Tensor) else _expression(value) for value in given)
+        results: Any = body.graph.output_node().args[0]
+        return cls(tuple(inputs), tuple(Layout.of(leaf.meta["val"]) for leaf in results))
+
+    def symbols(self) -> Iterator[tuple[Any, int, Callable[[Any], int]]]:
+        """Every symbol that is a size or a stride of an input, or an input; that input, and how it is read there."""
+        for place, value in enumerate(self.inputs):
+            if not isinstance(value, Layout):
+                yield from [(value, place, int)] if kind_of(value) == "symbol" else []
+                continue
+            for read, numbers in ((_stride_at, value.strides), (_size_at, value.sizes)):
+                yield from ((each, place, read(dim)) for dim, each in enumerate(numbers) if kind_of(each) == "symbol")
+
+
+def _stride_at(dim: int) -> Callable[[Tensor], int]:
+    return lambda value: value.stride(dim)
+
+
+def _size_at(dim: int) -> Callable[[Tensor], int]:
+    return lambda value: value.size(dim)
+
+
+def _expression(value: Any) -> Any:
+    return expression_of(value) if isinstance(value, torch.SymInt) else value
+
+
+class Region(torch.nn.Module):
+    """`body` is the graph it stands for, or makes it; `line` is where its first node comes from.
+
+    `report` is told, once, why the body runs instead of compiled code: what happened, the reason, the line. With
+    `promises`, the body reads by no indices that are looked at.
     """
 
     def __init__(
-        self, name: str, body: GraphModule, code: RegionCode, line: str, report: Callable[[str, str, str], None]
+        self,
+        name: str,
+        body: GraphModule | Callable[[], GraphModule],
+        code: RegionCode,
+        line: str,
+        report: Callable[[str, str, str], None],
+        promises: Promises | None = None,
     ) -> None:
         super().__init__()
         self.name = name
-        self.body = body
+        self._body = body
         self.code = code
         self.line = line
         self._report = report
-        self._promised = [leaf.meta["val"] for leaf in body.graph.output_node().args[0]]  # type: ignore[union-attr]
-        self._traced = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-        self._placeholders = body.graph.find_nodes(op="placeholder")
-        read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
-        self._lookups = list(dict.fromkeys(lookup for lookups in read for lookup in lookups))
+        self._lookups = [] if promises else _lookups(self.body)
+        self._placeholders = self.body.graph.find_nodes(op="placeholder") if self._lookups else []
+        promises = promises or Promises.of(self.body)
+        self._promised, self._known = promises.results, list(promises.symbols())
         self._shared: frozenset[int] = frozenset()
         self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
+
+    @property
+    def body(self) -> GraphModule:
+        if not isinstance(self._body, GraphModule):
+            self._body = self._body()
+        return self._body
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether indices are looked at before a call."""
+        return bool(self._lookups)
 
     def take(self, code: RegionCode) -> None:
         """Run this code from the next call on: it was awaited."""
@@ -133,7 +201,7 @@ class Region(torch.nn.Module):
             return self._uncompiled(given)
         self._shared = _sharing(given, results)
         is_laid_out = not self._shared and all(
-            result.stride() == _numbers(symbols, value.stride())
+            result.stride() == _numbers(symbols, value.strides)
             for value, result in zip(self._promised, results, strict=True)
         )
         self._run = self.code.run if is_laid_out else self._copied
@@ -145,7 +213,7 @@ class Region(torch.nn.Module):
 
     def _laid_out(self, symbols: Symbols, results: Sequence[Tensor]) -> list[Tensor]:
         """The results in the strides of the graph and memory of their own: those that have others are copied."""
-        strides = [_numbers(symbols, value.stride()) for value in self._promised]
+        strides = [_numbers(symbols, value.strides) for value in self._promised]
         return [
             result
             if result.stride() == stride and place not in self._shared
@@ -176,25 +244,24 @@ class Region(torch.nn.Module):
 
     def _symbols(self, given: Sequence[Any]) -> Symbols:
         """The value of every symbol that is a size or a stride of an input, or an input."""
-        known: Symbols = {}
-        for traced, value in zip(self._traced, given, strict=True):
-            is_tensor = isinstance(traced, Tensor)
-            symbols = (*traced.stride(), *traced.shape) if is_tensor else (traced,)
-            numbers = (*value.stride(), *value.shape) if is_tensor else (value,)
-            pairs = zip(map(symbol_of, symbols), numbers, strict=True)
-            known |= {symbol: number for symbol, number in pairs if symbol is not None}
-        return known
+        return {symbol: read(given[place]) for symbol, place, read in self._known}
 
 
-def _why_not_as_promised(promised: Sequence[Tensor], symbols: Symbols, results: Sequence[Any]) -> str:
+def _lookups(body: GraphModule) -> list[Lookup]:
+    """The indices that are looked at before a call."""
+    read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
+    return list(dict.fromkeys(lookup for lookups in read for lookup in lookups))
+
+
+def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: Sequence[Any]) -> str:
     """Why compiled results are not what the graph says they are; empty if they are, strides and memory apart."""
     if len(promised) != len(results):
         return f"it returns {len(results)} values instead of {len(promised)}"
     for place, (value, result) in enumerate(zip(promised, results, strict=True)):
         if not isinstance(result, Tensor) or result.dtype != value.dtype or not _is_on(value.device, result):
             return f"result {place} has another type than the graph says"
-        if tuple(result.shape) != _numbers(symbols, value.shape):
-            return f"result {place} has the sizes {tuple(result.shape)}, and not {_numbers(symbols, value.shape)}"
+        if tuple(result.shape) != (sizes := _numbers(symbols, value.sizes)):
+            return f"result {place} has the sizes {tuple(result.shape)}, and not {sizes}"
     return ""
 
 
@@ -226,7 +293,4 @@ def _has_room(value: Tensor, stride: tuple[int, ...]) -> bool:
 
 
 def _numbers(symbols: Symbols, sizes: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(
-        int(substituted(expression_of(size), symbols)) if isinstance(size, torch.SymInt) else int(size)
-        for size in sizes
-    )
+    return tuple(size if isinstance(size, int) else int(substituted(size, symbols)) for size in sizes)

@@ -45,14 +45,17 @@ from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.env import regions_enabled
 from graphex.errors import one_line
-from graphex.ops.tokens import tile_height
+from graphex.ops.tokens import has_odd_products, tile_height
 from graphex.records import FellBack, RegionBorder, RegionCompiled
 from graphex.regions.compiler import (
     Outcome,
     RegionCode,
+    as_usual,
     awaited_code,
     compile_region,
+    faster,
     is_odd_product,
+    may_try,
     region_key,
     settings,
     shown_on_terminal,
@@ -72,7 +75,7 @@ from graphex.torch_private.symbolic import pytree
 aten = torch.ops.aten
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 NOTHING = "nothing is compiled in regions"
-ODD, HOPPER = "odd_product", 9  # the major version of devices that the rule is for
+ODD = "odd_product"
 LARGEST = 2**16  # elements of a constant that is kept on the device
 # Ops that make the same tensor of the same numbers in every call.
 FACTORIES = frozenset(
@@ -172,6 +175,8 @@ class CompileRegions(GraphPass):
         """The code of a region and the outcome of its trial; None, with a record, if it does not compile or run."""
         try:
             code = compile_region(plan.body, patches)
+            if code.autotuned and may_try(plan.body):
+                code = faster(plan.body, compile_region(plan.body, as_usual(patches)), code, key, device)
             return code, tried(plan.body, code, key, device)
         except TensorifyScalarRestartAnalysis:  # it asks Dynamo to trace again
             raise
@@ -335,7 +340,7 @@ def _tail(work: Work, device: torch.device) -> list[Node]:
 def _taken(work: Work, product: Node, device: torch.device) -> bool:
     """Whether a product of odd width becomes an op that writes its rows where they belong."""
     x, w = (node.meta["val"] for node in product.all_input_nodes)
-    is_fit = tile_height(x.shape[0], *w.shape) and torch.cuda.get_device_capability(device)[0] == HOPPER
+    is_fit = tile_height(x.shape[0], *w.shape) and has_odd_products(device)
     if not work.allows(ODD) or not is_fit or not known_contiguous(x):
         return False
     product.target = torch.ops.graphex.odd_mm.default
@@ -422,6 +427,8 @@ def region_record(
         doubtful=outcome.is_doubtful,
         lines=tuple(dict.fromkeys(filter(None, map(node_line, nodes)))),
         autotuned=code.autotuned,
+        seconds_tuned=code.tuned,
+        seconds_untuned=code.untuned,
         split_products=code.split_products,
     )
 

@@ -86,7 +86,7 @@ def why_not_captured(node: Node, device: Device) -> str:
     hosts = [leaf for leaf in _tensors(read) if not device.holds(leaf)]
     if any(leaf.dim() for leaf in hosts) or (hosts and moves_between_devices(node)):
         return "it reads a tensor in the memory of the host"
-    if any(free_unbacked_symbols(each) for each in _sized((value, read))):
+    if any(free_unbacked_symbols(each) for each in _sized(value, read)):
         return "its size depends on data"
     op = operator_of(node)
     if op is not None and torch.Tag.data_dependent_output in op.tags:
@@ -110,12 +110,17 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)  # the usual value takes no search
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _sized(value: Any) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (Tensor, torch.SymInt, torch.SymBool))]
+def _sized(*values: Any) -> list[Any]:
+    kinds = Tensor, torch.SymInt, torch.SymBool
+    return [leaf for value in values for leaf in _leaves(value) if isinstance(leaf, kinds)]
 
 
 # -- boundaries --------------------------------------------------------------------------------------------------------

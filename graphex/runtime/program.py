@@ -3,6 +3,7 @@
     ExecutableGraph   the graph after all passes, and everything that decides how it runs
     Program           call, written inputs, replay, free: all that the front end, `verify` and the loops know of a graph
       Eager           generated code, called as it is
+      Deferred        a program that is made beside another one's first call
       GraphProgram    captured graphs, which a thread can warm up: `capture`, `pieces`, `padding`
 
 A loop that captures its calls as a whole holds back the captures inside (`captures_held_back`).
@@ -33,7 +34,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,13 @@ from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.codegen import Boxed, Code
-from graphex.torch_private.dynamo import dual_level, has_tangent, is_transformed
+from graphex.torch_private.dynamo import (
+    compile_lock,
+    compile_lock_if_free,
+    dual_level,
+    has_tangent,
+    is_transformed,
+)
 from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
 
@@ -171,6 +178,62 @@ class Eager(Program):
             return self._run(args)
         finally:
             _restore(tensors, before)
+
+
+class Deferred(Program):
+    """A program that is made when it is first called, or by a thread beside something that comes before that call.
+
+    Whoever makes it holds the lock of compilations: loading code changes Inductor's configuration for a moment.
+    """
+
+    def __init__(self, make: Callable[[], Program]) -> None:
+        super().__init__()
+        self._make: Callable[[], Program] | None = make  # dropped with all that it holds once it was called
+        self._made: Program | None = None
+
+    def made(self) -> Program:
+        if self._made is None:
+            with compile_lock:
+                if self._make is not None:
+                    self._made, self._make = self._make(), None
+        assert self._made is not None
+        return self._made
+
+    @contextmanager
+    def made_beside(self, device: int | None) -> Iterator[None]:
+        """Inside, a thread makes the program. It has ended when the block has: no capture and no fork meets it.
+
+        While another thread compiles, the program is left to its first call. `device` is the index of the accelerator
+        that this thread uses, if it uses one.
+        """
+        thread = threading.Thread(target=self._make_if_free, args=(device,), name="graphex program")
+        with suppress(RuntimeError):  # there are as many threads as there may be: it is left to its first call
+            thread.start()
+        try:
+            yield
+        finally:
+            if thread.ident is not None:
+                thread.join()
+
+    def _make_if_free(self, device: int | None) -> None:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        with compile_lock_if_free() as is_held, suppress(Exception):  # the first call raises it
+            if is_held:
+                self.made()
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.made()(args)
+
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
+        return self.made().replayed(args, seen=seen)
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        return self.made().replayed_from(kept, args)
+
+    def free(self) -> None:
+        if self._made is not None:
+            self._made.free()
 
 
 class GraphProgram(Program):
@@ -299,22 +362,31 @@ TRANSFORM = "the call is inside of a transform of torch.func (vmap, grad, jvp ..
 class FunctionalProgram:
     """The functional graph of a program, op by op, for calls that autograd or functorch has to see."""
 
-    def __init__(self, compilation: Compilation, graph_name: str, gm: GraphModule, functional: Graph) -> None:
-        """`gm` holds the attributes that the functional graph reads."""
+    def __init__(
+        self, compilation: Compilation, graph_name: str, gm: GraphModule, functional: Callable[[], Graph]
+    ) -> None:
+        """`gm` holds the attributes that the functional graph reads. `functional` is called when the graph is needed,
+        which in most processes it never is.
+        """
         self._compilation, self._graph_name = compilation, graph_name
         self._said: set[str] = set()
-        self.use(gm, functional)
+        self._gm, self._functional = gm, functional
 
     def use(self, gm: GraphModule, functional: Graph) -> None:
         """Run this graph from now on."""
-        self._gm, self._graph = gm, functional
-        targets = {str(node.target) for node in functional.nodes if node.op == "get_attr"}
-        values = [attribute_of(gm, target) for target in sorted(targets)]
-        self.held = [value for value in values if isinstance(value, Tensor)]
+        self._gm, self._functional = gm, lambda: functional
+        vars(self).pop("held", None)
+
+    @cached_property
+    def held(self) -> list[Tensor]:
+        """The tensors that the graph itself holds."""
+        targets = {str(node.target) for node in self._functional().nodes if node.op == "get_attr"}
+        values = [attribute_of(self._gm, target) for target in sorted(targets)]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def module(self) -> GraphModule:
         """A copy of the functional graph, for passes."""
-        return GraphModule(self._gm, copy_graph(self._graph))
+        return GraphModule(self._gm, copy_graph(self._functional()))
 
     def why(self, args: Sequence[Any]) -> str:
         """Why a call has to run here; empty if it need not."""
@@ -330,7 +402,7 @@ class FunctionalProgram:
             self._compilation.fall_back(self._graph_name, "the graph runs op by op, above autograd", reason)
         given = list(args)
         args.clear()
-        results = _References(self._gm, graph=self._graph).run(*given, enable_io_processing=False)
+        results = _References(self._gm, graph=self._functional()).run(*given, enable_io_processing=False)
         return tuple(results) if isinstance(results, (list, tuple)) else results
 
 

@@ -40,12 +40,15 @@ class Unsaved:
     """A guard that is not saved: `self.act` is still this value. `expression` finds it in the scope of a call.
 
     torch leaves out guards on globals, and most of those on the identity of an object; it `insists` on the others.
+    Guards on what a class holds are saved without the value: the process that loads takes it from its own class.
+    `owner` is the object that the guard is about: of a list it may be the length that has to be the same.
     """
 
     name: str
     expression: str
     value: object
     insists: bool
+    owner: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Ahead:
 
     A module of torch's own, such as `nn.Sequential`, is held by the function instead of being its `self`: the bytes
     refer to it. `module` has its globals; Dynamo adds names of its own to these, so `globals` are those that are used.
-    `sources` are the functions that were traced: module and text of each.
+    `sources` are the functions that were traced: module, first line and text of each.
     """
 
     function: Callable[..., Any]
@@ -63,7 +66,7 @@ class Ahead:
     module: str
     globals: dict[str, Any]
     unsaved: tuple[Unsaved, ...]
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[tuple[str, int, str], ...]
 
 
 def aot_compiled(
@@ -195,22 +198,47 @@ class _Guards:
         guard = entry.orig_guard
         insists = not self._by_identity.isdisjoint(entry.derived_guard_types)
         if not entry.is_global and not insists and entry.guard_type not in self._by_identity:
+            if "type(" in guard.name:
+                self._keep(entry, insists=False)
             if guard.name.startswith("L['self']."):
                 guard.stack = guard.user_stack = None
             return True
         insists = insists and "L['" in guard.name and entry.guard_type not in self._by_identity  # not of torch itself
-        if entry.has_value:
-            self.unsaved[guard.name] = Unsaved(entry.name, guard.name, entry.value, insists)
-            self._check(self.unsaved[guard.name])
+        self._keep(entry, insists=insists)
         return False
 
+    def _keep(self, entry: Any, *, insists: bool) -> None:
+        if not entry.has_value:
+            return
+        expression, owner = entry.orig_guard.name, entry.name
+        for before, value, after in _asked(entry):
+            asked = before + expression + after
+            self.unsaved[asked] = Unsaved(before + owner + after, asked, value, insists, owner)
+            self._check(self.unsaved[asked])
 
-def _sources(info: Any) -> Iterator[tuple[str, str]]:
+
+def _asked(entry: Any) -> Iterator[tuple[str, object, str]]:
+    """What a guard asks of a value: the value itself, and of a container whether it has a key, its length or its keys.
+
+    ("'a' in ", True, "")     ("len(", 2, ")")     what stands before and behind the value's name, and the answer
+    """
+    kind, value = str(entry.guard_type), entry.value
+    key = getattr(entry.orig_guard.create_fn, "keywords", {}).get("key")
+    yield "", value, ""
+    if "CONTAINS" in kind and isinstance(key, (str, bytes, int)):
+        yield f"{key!r} in ", key in value, ""
+    if "LENGTH" in kind or "KEYS" in kind:
+        yield "len(", len(value), ")"
+    if "KEYS" in kind and all(isinstance(each, (str, bytes, int)) for each in value):
+        yield "str([*", str([*value]), "])"
+
+
+def _sources(info: Any) -> Iterator[tuple[str, int, str]]:
     """The functions that were traced, but for torch's own."""
     for each in sorted(info.inlined_sources, key=lambda each: (each.module, each.firstlineno)):
         if each.module.partition(".")[0] != "torch":
             lines = each.content.splitlines(keepends=True)
-            yield each.module, "".join(lines[each.firstlineno - 1 : each.lastlineno - 1])
+            yield each.module, each.firstlineno, "".join(lines[each.firstlineno - 1 : each.lastlineno - 1])
 
 
 @contextmanager

@@ -253,10 +253,10 @@ def step_metadata() -> Any:
     return None if context is None else context.fw_metadata
 
 
-def packed_step(metadata: Any, gradients: Sequence[Any]) -> bytes | str:
+def packed_step(metadata: Any, gradients: Sequence[bool]) -> bytes | str:
     """The data from which AOTAutograd's wrapper around a training step can be made again, or why there are none.
 
-    `gradients` are the results of the backward. One without a gradient may be an input that the wrapper detaches.
+    `gradients` says which inputs get a gradient. One without may be an input that the wrapper detaches.
     """
     if has_hooks_on_saved_tensors():
         return "there are hooks on saved tensors"
@@ -264,7 +264,7 @@ def packed_step(metadata: Any, gradients: Sequence[Any]) -> bytes | str:
         wants = [info.requires_grad for info in metadata.input_info]
         if len(wants) != len(gradients) or metadata.num_symints_saved_for_bw or metadata.traced_tangents:
             return "AOTAutograd changes what the backward takes or returns"
-        if any(value is None for value, wanted in zip(gradients, wants, strict=True) if wanted):
+        if any(wanted and not given for given, wanted in zip(gradients, wants, strict=True)):
             return "an input that requires a gradient gets none"
         _step_result(metadata, None, None, None)  # raises where this torch wants more
         kept = copy(metadata)
@@ -391,18 +391,18 @@ class PlainStep:
 
 
 def plain_step(
-    metadata: Any, written: Collection[int], gradients: Sequence[Any], *, in_autocast: bool
+    metadata: Any, written: Collection[int], gradients: Sequence[bool], *, in_autocast: bool
 ) -> PlainStep | None:
     """The training step that these metadata of AOTAutograd's are of, if its wrapper has nothing else to do.
 
-    `written` are the inputs that the forward writes to, `gradients` the results of the backward.
+    `written` are the inputs that the forward writes to, `gradients` says which inputs get a gradient.
     """
     try:
         wants, infos = [info.requires_grad for info in metadata.input_info], metadata.output_info
         more = (
             not _is_left_as_is(metadata, written),
             len(wants) != len(gradients),
-            any(value is None for value, wanted in zip(gradients, wants, strict=False) if wanted),  # it is detached
+            any(wanted and not given for given, wanted in zip(gradients, wants, strict=False)),  # it is detached
             metadata.num_symints_saved_for_bw,
             metadata.num_graphsafe_rng_states,
             metadata.dynamic_saved_tensors_idxs,
@@ -425,7 +425,7 @@ def plain_step(
         return None
 
 
-def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence[Any]) -> PlainStep | None:
+def stored_plain_step(data: bytes, written: Collection[int], gradients: Sequence[bool]) -> PlainStep | None:
     """The same for a step of `packed_step`'s, which is never one in autocast. `data` must be of this user's."""
     return plain_step(pickle.loads(data), written, gradients, in_autocast=False)
 

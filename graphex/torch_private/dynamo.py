@@ -131,6 +131,19 @@ _NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
 compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_frame.compile_lock", nullcontext())
 """Held by the one thread that compiles: Inductor's configuration is the whole process's."""
 
+
+@contextmanager
+def compile_lock_if_free() -> Iterator[bool]:
+    """Hold the lock of compilations, unless another thread has it; whether it is held."""
+    acquire, release = (getattr(compile_lock, name, lambda **_: True) for name in ("acquire", "release"))
+    is_held = acquire(blocking=False)
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            release()
+
+
 flatten_graph_inputs = private("torch._dynamo.utils.flatten_graph_inputs")
 mark_static_address = private(
     "torch._dynamo.mark_static_address", lambda tensor: None, lost="caches of a generation are inputs like others"

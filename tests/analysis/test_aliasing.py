@@ -129,6 +129,12 @@ def test_results_of_one_op_are_told_apart():
     assert not found.joined("getitem", "getitem_1")
 
 
+def test_taking_one_result_reads_no_other():
+    found = facts(lambda x, y: [aten.neg.default(each) for each in aten.topk.default(x, 2)])
+    users = found.aliases.users_of_memory(found.nodes["getitem"])
+    assert [node.name for node in users] == ["topk", "getitem", "neg"]
+
+
 def test_results_of_a_custom_op_are_told_apart():
     found = facts(lambda x, y: torch.ops.graphex_test.pair(x))
     assert not found.joined("getitem", "getitem_1")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import graphex
 from graphex import Journal
 from tests.harness.cached import asked
 from tests.harness.cached import why_traced as why
+from tests.harness.processes import python
 
 aten = torch.ops.aten
 
@@ -214,6 +218,83 @@ def test_a_training_step_whose_backward_is_gone_is_compiled(run, folder):
     assert reasons(trained(net(), x)[1]) == [("hit", ""), ("hit", "")]
 
 
+STEP = textwrap.dedent(
+    """
+    import sys, threading
+    import torch, graphex
+    from torch import nn
+    from graphex.cache import artefacts
+
+    load, threads = artefacts.unpacked_code, []
+
+    def loaded(*args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        if len(threads) > 1 and "broken" in sys.argv:
+            raise OSError("there is no room")
+        return load(*args)
+
+    artefacts.unpacked_code = loaded
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1))
+    compiled, x = torch.compile(net, backend="graphex"), torch.randn(4, 8)
+
+    def gradients(run):
+        net.zero_grad()
+        run(x).square().sum().backward()
+        return [each.grad.clone() for each in net.parameters()]
+
+    found, expected = gradients(compiled), gradients(net)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(compiled), expected)
+    journal = graphex.journal(compiled)
+    print([each.status for each in journal.cache], threads)
+    print([(each.graph, each.what, each.reason) for each in journal.fallbacks])
+    """
+)
+
+
+def test_the_code_of_a_backward_is_loaded_beside_the_first_forward(folder):
+    """If it cannot be loaded then, the backward does without, says so, and is compiled by the next process."""
+
+    def process(*arguments: str) -> list[str]:
+        done = python("-W", "ignore", "-c", STEP, *arguments, GRAPHEX_REGIONS="on", OMP_NUM_THREADS="1")
+        return done.stdout.splitlines()
+
+    loaded, nothing = "['hit', 'hit'] [True, False]", "[]"
+    assert process() == ["['miss', 'miss'] []", nothing]
+    assert process() == [loaded, nothing]
+    status, lost = process("broken")
+    assert status == loaded
+    assert "backward', 'region_0 runs without compiled code', 'the compiled code raised OSError: there is no" in lost
+    assert process()[0].startswith("['hit', 'miss']")
+    assert process() == [loaded, nothing]
+
+
+def test_a_backward_is_loaded_at_once_if_the_first_call_is_captured(run, tape):
+    """Loading code beside a capture would end it."""
+    x = torch.randn(6, 4)
+    first, _ = trained(net(), x, options={"capture_first_call": True})
+    second, warm = trained(net(), x, options={"capture_first_call": True})
+    torch.testing.assert_close(first, second)
+    assert reasons(warm) == [("hit", ""), ("hit", "")]
+    assert not warm.fallbacks
+
+
+def test_several_threads_train_with_a_loaded_step(run):
+    x, model = torch.randn(6, 4), net().eval()
+
+    def gradient(step: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(step(x).square().sum(), model[0].weight)[0]
+
+    gradient(torch.compile(model, backend="graphex"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="graphex")
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(gradient, [compiled] * 8):
+            torch.testing.assert_close(found, gradient(model))
+    assert set(asked(graphex.journal(compiled))) == {"hit"}
+
+
 def test_a_frozen_weight_is_another_training_step(run):
     trained(net(), torch.ones(6, 4))
     model = net()
@@ -312,6 +393,27 @@ def test_a_function_of_the_users_in_the_graph_is_traced(run):
 
     run(function, torch.ones(2))
     assert "of_the_user" in why(run(function, torch.ones(2)))
+
+
+def test_a_function_of_the_users_under_the_name_of_torchs_is_traced(run, monkeypatch):
+    def function(x):
+        return nn.functional.silu(x) * 2 + 1
+
+    run(function, torch.ones(2))
+    other = torch._dynamo.allow_in_graph(wraps(nn.functional.silu)(lambda x, inplace=False: torch.sigmoid(x)))
+    monkeypatch.setattr(nn.functional, "silu", other)
+    journal = run(function, torch.ones(2))
+    assert asked(journal) == ["miss"]
+    assert "silu" in why(run(function, torch.ones(2)))
+
+
+def test_a_method_of_tensors_in_the_place_of_another_is_another_call(run, monkeypatch):
+    def function(x):
+        return x.sin() * 2 + 1
+
+    run(function, torch.ones(2))
+    monkeypatch.setattr(Tensor, "sin", Tensor.cos)
+    assert asked(run(function, torch.ones(2))) == ["miss"]
 
 
 def test_a_result_that_is_a_view_of_an_input_is_made_by_autograd(run):

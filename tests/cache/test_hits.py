@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import graphex
 from graphex.regions.compiler import Outcome
@@ -219,6 +220,20 @@ def test_a_loaded_graph_answers_before_it_is_captured_and_warm_up_begins_with_th
     records = graphex.warm_up(compiled, [given(rows) for rows in (2, 5, 3)])
     assert [eval(record.key)[0] for record in records] == [5, 3, 2]
     assert asked(graphex.journal(compiled)) == ["hit"]
+
+
+@torch.no_grad()
+def test_a_loaded_graph_takes_tangents(run):
+    """The functional graph, which few processes need, is made of what is stored when a call asks for it."""
+    net, x, tangent = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(2, 4), torch.randn(2, 4)
+    run(net, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="graphex")
+    compiled(x)
+    assert asked(graphex.journal(compiled)) == ["hit"]
+    with forward_ad.dual_level():
+        found, expected = (forward_ad.unpack_dual(each(forward_ad.make_dual(x, tangent))) for each in (compiled, net))
+        torch.testing.assert_close(tuple(found), tuple(expected))
 
 
 @pytest.mark.parametrize("switch", ["option", "environment"])

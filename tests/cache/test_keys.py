@@ -426,6 +426,8 @@ USES = {
     "its value": "import mine\ndef p(): return mine.K",
     "what is in it": "import mine\ndef p(): return mine.HELD['k']",
     "its value by name": "import mine\ndef p(): return getattr(mine, 'K')",
+    "its value by a name that is computed": "import mine\nname = 'K'\ndef p(): return getattr(mine, name)",
+    "its value among its names": "import mine\ndef p(): return vars(mine)['k'.upper()]",
     "its function": "import mine\ndef p(): return mine.value()",
     "its value in an import": "def p():\n  import mine\n  return mine.K",
     "its value in another module": "import torch\ntorch.mine = torch.mine_of(K)\ndef p(): return torch.mine",

@@ -81,15 +81,19 @@ def test_tokens_are_those_of_transformers_loop_over_the_same_step(name: str, dty
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_captured_loop_gives_the_tokens_of_an_uncaptured_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_loop_gives_the_tokens_of_an_uncaptured_one(
+    name: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
     from graphex.device import Device
     from graphex.loops import session
 
     model = built(name, torch.bfloat16)
     captured = looped(model, prompt(), **GREEDY)
     del model.__dict__["_graphex_generation"]
+    assert not any(issubclass(each.category, graphex.GraphexWarning) for each in recwarn)
     monkeypatch.setattr(session, "device_of", lambda devices: Device())
     assert torch.equal(looped(model, prompt(), **GREEDY), captured)
+    recwarn.clear()  # a device without graphs does not write on the host, and that is told
 
 
 def test_a_seed_gives_the_tokens_of_transformers_and_leaves_the_generator_where_it_does() -> None:

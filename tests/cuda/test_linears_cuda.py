@@ -98,6 +98,31 @@ def test_every_tile_agrees_with_float64(rows, dtype):
             check(way, each)
 
 
+@pytest.mark.parametrize("rows", [65, 200, 1000])
+@torch.no_grad()
+def test_every_tile_of_many_rows_agrees_with_float64(rows):
+    jobs = [job("none", (rows,), 768, (768, 130, 64), biased=(0, 2)), job("none", (rows,), 1000, (257, 129))]
+    tuning.compile_all([candidate for each in jobs for candidate in linears.candidates(each).values()])
+    for each in jobs:
+        assert each.is_wide
+        for way in configs(each):
+            check(way, each)
+
+
+@pytest.mark.usefixtures("measuring")
+@torch.no_grad()
+def test_small_layers_of_many_rows_are_measured_and_replayed():
+    each = job("none", (1000,), 640, (320, 320, 640))
+    found = call(each)
+    (choice,) = tuning.choices()
+    assert (choice.source, set(choice.seconds)) == ("measured", {way.name for way in configs(each)})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(each)
+    graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(found, captured, strict=True))
+
+
 @torch.no_grad()
 def test_random_shapes_and_strides():
     choose = random.Random(0)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import graphex
 from benchmarks.decoding import Setting, build, step_of
 from graphex.kernels import tuning
+from tests.harness.processes import python
 
 pytestmark = pytest.mark.cuda
 
@@ -105,3 +106,8 @@ def test_explain_says_which_kernel_runs_for_every_op(monkeypatch, tmp_path):
         assert "library" in rows[op].seconds
     assert "measured against" in str(report)
     tuning.forget()
+
+
+def test_importing_the_backend_leaves_the_device_alone():
+    """A process that has only imported it may fork, and its children use the GPU."""
+    python("-c", "import torch, graphex.backend; assert not torch.cuda.is_initialized()")

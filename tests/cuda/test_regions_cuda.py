@@ -371,7 +371,9 @@ def test_max_autotune_tries_kernels_for_products():
     before = torch._dynamo.utils.counters["inductor"]["select_algorithm_autotune"]
     for _ in range(CALLS):
         close(run(x), model(x), 2e-2)
-    assert all(record.autotuned for record in graphex.journal(run).regions)
+    for record in graphex.journal(run).regions:
+        assert record.seconds_tuned > 0 < record.seconds_untuned
+        assert record.autotuned == (1.02 * record.seconds_tuned <= record.seconds_untuned)
     assert torch._dynamo.utils.counters["inductor"]["select_algorithm_autotune"] > before
     assert replays(run) == CALLS - 1
 

@@ -52,3 +52,18 @@ def test_experts_are_chosen_by_one_warp(monkeypatch):
     (code,) = all_compiled("graphex::route", given, monkeypatch)
     assert "bar.sync" not in code
     assert "griddepcontrol.wait" in code
+
+
+@pytest.mark.parametrize(("count", "top", "transposed"), [(128, 8, False), (32, 4, True)])
+def test_warps_look_for_an_expert_without_waiting_for_each_other(count, top, transposed, monkeypatch):
+    make, hidden, inner = Maker(torch.bfloat16), 512, 256
+    gate_up = make(count, hidden, 2 * inner) if transposed else make(count, 2 * inner, hidden)
+    down = make(count, inner, hidden) if transposed else make(count, hidden, inner)
+    choice = (make(1, count), top, "softmax", torch.bfloat16, True, 0.0, 1.0)
+    given = Sample((make(1, hidden), *choice, gate_up, None, down, None, transposed))
+    *_, code = all_compiled("graphex::routed_experts", given, monkeypatch)
+    _, *between = code.split("redux.sync.max.s32")[: top + 1]
+    assert len(between) == top, "each of the best is found by one instruction"
+    assert not any("bar.sync" in each for each in between[:-1])
+    assert "griddepcontrol.wait" in code
+    assert "atom." not in code

@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import linears
-from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Config, Job
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, WIDES, Config, Job
 from tests.harness.kernels.hopper import MOST_SHARED, Compiler
 from tests.harness.kernels.linears import zeros_job
 
@@ -54,6 +54,14 @@ def test_several_rows(rows, config, monkeypatch):
     code, shared = compiled(config, zeros_job(rows, "none", (256, 128)), monkeypatch)
     assert "cp.async.cg.shared.global" in code  # 16 bytes at a time, past the registers
     assert "mma" in code
+    assert shared <= MOST_SHARED
+
+
+@pytest.mark.parametrize("config", WIDES[False], ids=lambda config: config.name)
+def test_many_rows(config, monkeypatch):
+    code, shared = compiled(config, zeros_job(1000, "none", (256, 128)), monkeypatch)
+    assert "cp.async.cg.shared.global" in code
+    assert "wgmma" in code
     assert shared <= MOST_SHARED
 
 

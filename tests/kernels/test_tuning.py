@@ -262,13 +262,14 @@ def tensor(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("text", "name"), shipped_choices("linears"))
 def test_a_shipped_tile_is_one_that_launches_of_linear_layers_ask_for(text, name):
-    form = r"(none|rms_norm)( gated by (\w+))? bfloat16 (\d+)x(\d+) -> ([\d+]+)( residual)?( and the norm)?"
-    before, _, gate, rows, columns, sizes, residual, kept = re.fullmatch(form, text).groups()
+    form = r"(none|rms_norm)( gated by (\w+))? bfloat16 (\d+)x(\d+) -> ([\d+]+)( bias)?( residual)?( and the norm)?"
+    before, _, gate, rows, columns, sizes, biased, residual, kept = re.fullmatch(form, text).groups()
     weights = [tensor(int(size), int(columns)) for size in sizes.split("+")]
     gain = tensor(int(columns)) if before == "rms_norm" else None
     added = tensor(int(rows), weights[0].shape[0]) if residual else None
     inputs = (before, tensor(int(rows), int(columns)), None, gain, 1e-6, 0.0, True)
-    job = linears.Job(*inputs, weights, [None for _ in weights], added, gate or "", bool(kept))
+    biases = [tensor(weight.shape[0]) if biased else None for weight in weights]
+    job = linears.Job(*inputs, weights, biases, added, gate or "", bool(kept))
     assert linears.description(job) == text
     assert name in [config.name for config in linears.configs(job)]
 

@@ -1301,18 +1301,54 @@ def test_an_argument_that_is_written_is_the_reason(where):
     assert "writes to an argument" in reasons(step)[0]
 
 
+class Scaled(nn.Module):
+    """A layer that a method is a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("form", ["parts", "function"])
+def test_a_method_that_is_replaced_on_a_class_is_called(where, form, monkeypatch):
+    mine, theirs = model_on(where, Scaled), model_on(where, Scaled)
+    plain = written_out(theirs, adam(theirs))
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
+    if form == "function":
+        step = graphex.train_step(written_out(mine, adam(mine)))
+    batches = points(where, 12)
+    assert trained(step, batches[:6]) == pytest.approx(trained(plain, batches[:6]))
+    monkeypatch.setattr(Scaled, "scaled", lambda self, x: x.sin() * 5)
+    assert trained(step, batches[6:]) == pytest.approx(trained(plain, batches[6:]))
+    assert "'Scaled.scaled' was replaced, and compiled code does not see that" in reasons(step)
+
+
+def penalised(model, optimizer):
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + sum(each.square().sum() for each in gradients)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def test_create_graph_of_a_compiled_model_says_what_to_write(where):
+    model = model_on(where, mlp)
+    with pytest.raises(graphex.GraphexError, match=r"train_step\(\.\.\., compile=False\)"):
+        graphex.train_step(penalised(model, adam(model)))(*points(where)[0])
+
+
 def test_create_graph_is_captured_as_it_is_written(where):
-    def penalised(model, optimizer):
-        def step(x, y):
-            loss = functional.cross_entropy(model(x), y)
-            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            (loss + sum(each.square().sum() for each in gradients)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
-
     mine, theirs = model_on(where, mlp), model_on(where, mlp)
     step, plain = graphex.train_step(penalised(mine, adam(mine)), compile=False), penalised(theirs, adam(theirs))
     for x, y in points(where):

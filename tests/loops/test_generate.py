@@ -7,6 +7,7 @@ import gc
 import itertools
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -456,6 +457,40 @@ def test_weights_that_were_replaced_are_read(model):
             parameter.data = parameter.data.flip(0).clone()
     assert_same(model, prompt(), **GREEDY)
     assert len(graphex.generation(model).journal.captures) == 2
+
+
+def test_a_method_that_was_replaced_on_a_class_is_called(model, monkeypatch):
+    mlp = type(model.model.layers[0].mlp)
+    kept = mlp.forward
+    for method in (kept, lambda self, x: -3 * kept(self, x), kept):
+        monkeypatch.setattr(mlp, "forward", method)
+        assert_same(model, prompt(), **GREEDY)
+    assert len(graphex.generation(model).journal.captures) == 2
+    assert reasons(model) == []
+
+
+@pytest.mark.parametrize("prefill", [False, True], ids=["", "compiled prompt"])
+def test_dropout_in_training_mode_is_left_to_transformers(model, prefill):
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    tokens, states = [], []
+    with pytest.warns(graphex.GraphexWarning, match=r"draws random numbers .* call model.eval\(\)"):
+        for run in (model.generate, partial(looped, model, graphex_prefill=prefill)):
+            torch.manual_seed(0)
+            tokens.append(run(prompt(), **SAMPLED))
+            states.append(torch.get_rng_state())
+    assert torch.equal(*tokens)
+    assert torch.equal(*states)
+    assert graphex.generation(model).last is None
+    model.eval()
+    assert_same(model, prompt(), **GREEDY)
+    assert len(reasons(model)) == 1
+
+
+def test_training_mode_without_dropout_is_captured(model):
+    assert_same(model.train(), prompt(), **GREEDY)
+    assert graphex.generation(model).last.captured
 
 
 def test_a_model_of_another_type_and_other_modes_of_torch_are_other_generations(model):

@@ -65,6 +65,61 @@ def test_a_generation_like_the_last_one_only_replays_and_another_one_does_not():
     assert sum(calls()) > sum(both)
 
 
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_steps_that_ran_before_a_change_of_the_model_was_seen_leave_nothing(name):
+    model = built(name)
+    random = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 12, "pad_token_id": 0}
+    attention, heard = model.model.layers[0].self_attn, Heard()
+    scale = attention.scaling
+    for scaling in (scale, scale, scale * 0.5, scale * 0.5, scale):
+        attention.scaling = scaling
+        torch.manual_seed(3)
+        wanted = model.generate(prompt(1), **random)
+        state, heard.tokens = torch.get_rng_state(), []
+        torch.manual_seed(3)
+        assert torch.equal(looped(model, prompt(1), streamer=heard, **random), wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert heard.tokens == wanted[0].tolist()
+    assert graphex.generation(model).last.captured
+
+
+@pytest.mark.usefixtures("captures")
+def test_numbers_that_are_not_finite_and_were_written_before_a_change_was_seen_are_not_read():
+    model = built("llama")
+    attention = model.model.layers[0].self_attn
+    scale = attention.scaling
+    for scaling in (float("nan"), float("nan"), scale):
+        attention.scaling = scaling
+        found = looped(model, prompt(), **GREEDY)
+    assert torch.equal(found, model.generate(prompt(), **GREEDY))
+
+
+def test_behind_a_long_prompt_nothing_runs_before_a_change_is_seen(captures, monkeypatch):
+    model = built("llama", num_hidden_layers=1)
+    replays = []
+    for longest in (1024, 1024, 13, 13):  # positions of a short prompt; there are 14
+        monkeypatch.setattr("graphex.loops.generate.LONGEST_CAPTURED", longest)
+        model.model.layers[0].self_attn.scaling *= 0.5
+        before = len(captures.replayed)
+        assert torch.equal(looped(model, prompt(), **GREEDY), model.generate(prompt(), **GREEDY))
+        replays.append(len(captures.replayed) - before)
+    assert replays[1] - replays[0] == 3  # of the step before the change
+    assert replays[2:] == [replays[0]] * 2
+
+
+class Heard:
+    """A streamer of one sequence that keeps its tokens."""
+
+    tokens: list[int]
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.tokens += tokens.view(-1).tolist()
+
+    def end(self) -> None:
+        pass
+
+
 def test_steps_behind_a_first_token_that_ends_the_generation_leave_nothing(captures):
     model = built("llama", num_hidden_layers=1)
     long, short = prompt(1, length=9), prompt(1, length=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
 import textwrap
 
 import pytest
@@ -97,12 +98,11 @@ def test_a_hook_that_was_not_there_when_it_was_saved_is_refused_and_named(saved)
     for place, register in HOOKS.items():
         model = Step()
         loaded = graphex.load(saved, model)
-        hook = register(model)
-        with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
-            loaded(*x)
-        with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
-            graphex.load(saved, model)
-        hook.remove()
+        with register(model):
+            with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
+                loaded(*x)
+            with pytest.raises(graphex.InputError, match=re.escape(f"`{place}` has a hook")):
+                graphex.load(saved, model)
         torch.testing.assert_close(loaded(x[0], torch.zeros(4, 8)), model(x[0], torch.zeros(4, 8)))
 
 
@@ -244,6 +244,75 @@ def test_another_value_of_a_global_is_refused_and_named(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
     with pytest.raises(graphex.InputError, match=r"FACTOR.* was 2\.0; here it is 3\.0"):
         graphex.load(tmp_path / "file")
+
+
+class Rates:
+    base, steps = 2.0, [1.0, 2.0]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 3
+
+    @classmethod
+    def shifted(cls, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class Rated(nn.Module):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = Rates()
+
+    def halved(self, x: Tensor) -> Tensor:
+        return x / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rates.shifted(self.rates.scaled(self.halved(x))) * self.rates.base * self.factor
+        for each in (*self.rates.steps, *NUMBERS):
+            x = x + each
+        for value in TABLE.values():
+            x = x * value
+        return -x if "negative" in SWITCHES or 7 in ALLOWED else x
+
+
+NUMBERS, TABLE, SWITCHES, ALLOWED = [1.0, 2.0], {"a": 1.0}, {"positive": 1}, {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "other", "told"),
+    [
+        (Rates, "base", 3.0, "['base']` was 2.0; here it is 3.0"),
+        (Rates, "steps", [1.0, 2.0, 3.0], "['steps'])` was 2; here it is 3"),
+        (Rates, "scaled", lambda self, x: x * 4, "Rates.scaled` was another method"),
+        (Rates, "shifted", classmethod(lambda cls, x: x + 2), "Rates.shifted` was another method"),
+        (Rated, "factor", 3.0, "['factor']` was 2.0; here it is 3.0"),
+        (Rated, "halved", lambda self, x: x / 4, "Rated.halved` was another method"),
+        (sys.modules[__name__], "NUMBERS", [1.0, 2.0, 3.0], "NUMBERS)` was 2; here it is 3"),
+        (sys.modules[__name__], "TABLE", {"a": 1.0, "b": 2.0}, "TABLE)` was 1; here it is 2"),
+        (sys.modules[__name__], "SWITCHES", {"negative": 1}, "SWITCHES` was False; here it is True"),
+        (sys.modules[__name__], "ALLOWED", {1, 7}, "ALLOWED` was False; here it is True"),
+    ],
+    ids=lambda each: each if isinstance(each, str) and each.isidentifier() else "",
+)
+@torch.no_grad()
+def test_what_classes_and_containers_hold_is_compared(holder, name, other, told, tmp_path, monkeypatch):
+    x, path = torch.ones(2), tmp_path / "rated.graphex"
+    graphex.save(Rated(), (x,), path)
+    torch.testing.assert_close(graphex.load(path, Rated())(x), Rated()(x))
+    monkeypatch.setattr(holder, name, other)
+    with pytest.raises(graphex.InputError, match=re.escape(told)):
+        graphex.load(path, Rated())
+
+
+@torch.no_grad()
+def test_a_module_of_a_subclass_is_refused_and_named(tmp_path):
+    class Other(Rated):
+        pass
+
+    graphex.save(Rated(), (torch.ones(2),), tmp_path / "rated.graphex")
+    with pytest.raises(graphex.InputError, match=r"of type Rated; this one is .*Other"):
+        graphex.load(tmp_path / "rated.graphex", Other())
 
 
 NET = """

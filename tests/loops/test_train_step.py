@@ -42,6 +42,17 @@ def test_what_is_no_step_is_refused_with_a_sentence():
             graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), ema=ema)
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_a_call_that_is_no_step_is_refused_with_a_sentence():
+    model, x = nn.Linear(2, 2), torch.ones(3, 2)
+    make = lambda loss: graphex.train_step(model, loss, torch.optim.SGD(model.parameters()), compile=False)  # noqa: E731
+    with pytest.raises(graphex.InputError, match=r"inputs and a target, the target last: step\(x, y\)"):
+        make(functional.mse_loss)(x)
+    with pytest.raises(graphex.InputError, match=r"of shape \(3, 2\): take its mean"):
+        make(None)(x)
+    assert model.weight.grad is None
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A distributed program of one process."""

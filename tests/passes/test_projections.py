@@ -153,10 +153,52 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
         return (x, *attend(x, *given[1:]))
 
     folded = Folded(model, half(5, 13, WIDTH), *qkv(5, 13, WIDTH))
-    assert folded.shown == ["add_rms_norm", "mm", "mm", "mm"]
-    assert folded.counts == {}  # a plain product is as good: they are no candidates
+    assert folded.shown == ["add_rms_norm", "linears"]
+    assert folded.counts == {LINEARS: (3, 3)}
+
+
+def test_a_layer_of_many_rows_stays_a_plain_product() -> None:
+    folded = Folded(linear, half(5, 13, WIDTH), *weights(KV))
+    assert folded.shown == ["mm"]
+    assert folded.counts == {}  # it is as good: there are no candidates
     (reason,) = folded.reasons(LINEARS)
     assert reason.startswith("65 rows are more than 64")
+
+
+def test_small_layers_of_many_rows_are_computed_together_with_their_biases() -> None:
+    def model(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return linear(x, q, bias).relu(), linear(x, k), linear(x, v)
+
+    folded = Folded(model, half(2, 70, WIDTH), *weights(WIDTH, KV, KV), half(WIDTH))
+    assert folded.shown == ["linears"]
+
+
+@pytest.mark.parametrize(("widths", "shown"), [((97, 8, 8), ["linears", "mm"]), ((97, 97, 8), ["mm", "mm", "mm"])])
+def test_layers_whose_results_fill_a_device_are_left_to_the_library(widths, shown) -> None:
+    def model(x: Tensor, *each: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x, w) for w in each)
+
+    assert sorted(Folded(model, half(2**14, WIDTH), *weights(*widths)).shown) == shown
+
+
+def test_layers_of_many_rows_that_stand_far_from_each_other_stay_where_they_are() -> None:
+    def attended(x: Tensor, y: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(9):
+            y = torch.sin(y)
+        return y * linear(x, k) + linear(x, v)
+
+    def model(x: Tensor, *each: Tensor) -> Tensor:
+        return attended(x, attended(x, x[..., :KV], *each[:2]), *each[2:])
+
+    folded = Folded(model, half(70, WIDTH), *weights(KV, KV, KV, KV))
+    assert folded.shown == ["linears", "add", "linears", "add"]
+
+
+def test_a_gate_of_many_rows_is_no_part_of_its_layers() -> None:
+    folded = Folded(feed_forward, *mlp(70, WIDTH))
+    assert "linears" in folded.shown
+    assert not any("gated" in op for op in folded.shown)
+    assert folded.reasons("gated_linears") == ["'linears_default' has more than 64 rows"]
 
 
 def test_an_unknown_number_of_rows_is_the_ops_to_decide() -> None:
@@ -327,6 +369,19 @@ def test_a_small_classifier_behind_many_kernels_is_not_worth_measuring_for(befor
     assert folded.shown == shown
     (ran,) = (ran for ran in folded.journal.passes if ran.name == "fold_projections")
     assert ("too little to gain" in ran.reason) == (shown == ["mm"])
+
+
+def test_an_encoder_with_a_small_classifier_has_its_projections_joined_all_the_same(monkeypatch) -> None:
+    monkeypatch.setattr("graphex.passes.fuse.has_kernel", lambda name, device: name == "graphex::linears")
+
+    def encode(x: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        x = linear(x, k) * linear(x, v)
+        for _ in range(30):
+            x = torch.sin(x)
+        return linear(x[:, 0], w)
+
+    given = half(2, 70, WIDTH), *weights(WIDTH, WIDTH, KV)
+    assert Folded(encode, *given, lift_idioms="auto").shown == ["linears", "mm"]
 
 
 def test_a_large_layer_of_few_rows_is_taken_behind_however_many_kernels(monkeypatch) -> None:

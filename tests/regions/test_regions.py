@@ -88,6 +88,17 @@ def test_a_profiler_sees_compiled_code_in_every_call():
     assert sum("CompiledFxGraph" in event.name for event in profile.events()) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_graph_that_reads_8_bit_floats_has_regions(dtype):
+    def dequantised(x, scale):
+        return torch.sin(x.float() * scale).cos() + x.bfloat16().float()
+
+    run, x = compiled(dequantised), torch.randn(4, 8).to(dtype)
+    close(run(x, torch.tensor(2.0)), dequantised(x, torch.tensor(2.0)))
+    assert [region.status for region in regions(run)] == ["compiled"]
+    assert not graphex.journal(run).fallbacks
+
+
 def test_without_regions_results_are_eagers_bit_for_bit():
     run, x = compiled(chain, regions=False), torch.randn(4, 8)
     assert torch.equal(run(x), chain(x))
@@ -939,6 +950,22 @@ def test_branches_stay_outside(uncompiled):
     assert not graphex.journal(run).fallbacks
 
 
+@pytest.mark.parametrize(("shift", "is_inside"), [(0, True), (8, True), (9, False), (-1, False)])
+def test_a_region_reads_by_positions_that_are_counted(shift: int, is_inside: bool) -> None:
+    def positions(table: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(torch.arange(8) + shift, table).sin() * 2
+
+    table = torch.randn(16, 4)
+    run = torch.compile(positions, backend="graphex")
+    if shift in (0, 8):
+        torch.testing.assert_close(run(table), positions(table))
+    else:
+        with pytest.raises(IndexError):
+            run(table)
+    borders = graphex.journal(run).region_borders
+    assert any("out of range" in each.reason for each in borders) != is_inside
+
+
 def test_without_a_compiler_code_is_straight_line(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -1039,6 +1066,45 @@ def test_a_region_is_not_found_slow_because_its_threads_wait_for_cores(computes,
     code = compiler.RegionCode(lambda args: passes(*next(calls)), "", ("kernel",), 0.0)
     outcome = tried(body, code, "", torch.device("cpu"))
     assert (outcome.is_kept, outcome.is_doubtful) == (is_kept, True)
+
+
+@pytest.mark.parametrize(
+    ("usual", "tuned", "held", "is_tuned"),
+    [(1.0, 0.5, 1.0, True), (1.0, 0.99, 1.0, False), (1.0, 2.0, 1.0, False), (1.0, 2.0, 0.1, True)],
+    ids=["faster", "hardly faster", "slower", "on a busy machine"],
+)
+def test_autotuned_code_has_to_be_faster_than_the_usual_code(usual, tuned, held, is_tuned, monkeypatch):
+    clock = Clock(held)
+    monkeypatch.setattr("graphex.regions.compiler.time", clock)
+
+    def code(seconds: float, **about: bool) -> compiler.RegionCode:
+        def run(args: list[object]) -> None:
+            clock.now += seconds * 1e-3
+
+        return compiler.RegionCode(run, "", ("kernel",), 1.0, **about)
+
+    graph = torch.fx.Graph()
+    graph.output(())
+    body = torch.fx.GraphModule(torch.nn.Module(), graph)
+    found = compiler.faster(body, code(usual), code(tuned, autotuned=True), "", torch.device("cpu"))
+    assert (found.autotuned, found.seconds) == (is_tuned, 2.0)
+    assert (found.tuned > 0, found.untuned > 0) == ((held == 1.0),) * 2
+
+
+def test_max_autotune_compares_a_region_with_its_usual_code(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    compared = []
+
+    def usual_is_faster(body, usual, tuned, key, device):
+        compared.append((usual.autotuned, tuned.autotuned))
+        return usual
+
+    monkeypatch.setattr(stage, "faster", usual_is_faster)
+    run = torch.compile(chain, backend="graphex", mode="max-autotune")
+    x = torch.randn(64, 512)
+    close(run(x), chain(x))
+    assert compared == [(False, True)]
+    assert not regions(run)[0].autotuned
 
 
 @pytest.mark.parametrize("op", ["relu", "_embedding_bag_forward_only"])

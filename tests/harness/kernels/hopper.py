@@ -32,7 +32,7 @@ KERNELS = {
     "norm": ("norm_kernel",),
     "activations": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
     "tokens": ("embedding_kernel", "odd_mm_kernel"),
-    "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel"),
+    "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel", "routed_kernel"),
     "grouped": ("grouped_kernel", "finalize_kernel"),
     "rotary": ("rotary_kernel",),
 }

@@ -179,6 +179,22 @@ def route(make: Maker) -> Iterator[Sample]:
         yield Sample((logits, bias, top, scores, dtype), how)
 
 
+def routed_experts(make: Maker) -> Iterator[Sample]:
+    """One token and some, both layouts and gates, and scores of all experts and of the chosen ones."""
+    chosen = ((1, 6, 2, "softmax"), (3, 20, 4, "chosen"), (2, 5, 1, "sigmoid"))
+    for (tokens, count, top, scores), transposed in zip(chosen, (False, True, False), strict=True):
+        hidden, inner = 24, 20
+        gate_up, down = (hidden, 2 * inner), (inner, hidden)
+        if not transposed:
+            gate_up, down = gate_up[::-1], down[::-1]
+        order = torch.stack([torch.randperm(count, device=make.device) for _ in range(tokens)])
+        logits, dtype = (order * 0.125 - 1).to(make(1).dtype), make(1).dtype
+        biases = (make(count, 2 * inner), make(count, hidden)) if transposed else (None, None)
+        how = (transposed, "clamped" if transposed else "silu")
+        stacked = (make(count, *gate_up), biases[0], make(count, *down), biases[1])
+        yield Sample((make(tokens, hidden), logits, top, scores, dtype, scores == "softmax", 0.0, 1.0, *stacked, *how))
+
+
 def odd_mm(make: Maker) -> Iterator[Sample]:
     """Every eighth, fourth and second row is aligned; then sizes that are for the library."""
     yield Sample((make(512, 64), make(265, 64).t()))
@@ -582,6 +598,7 @@ SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::dropout_seeds": dropout_seeds,
     "graphex::experts": experts,
     "graphex::route": route,
+    "graphex::routed_experts": routed_experts,
     "graphex::odd_mm": odd_mm,
     "graphex::argmax": argmax,
     "graphex::append_tokens_": append_tokens_,

@@ -17,6 +17,7 @@ from tests.harness.kernels.compare import launcher
 experts = launcher("graphex::experts")
 reference = SPECS["graphex::experts"].reference
 route = launcher("graphex::route")
+routed_experts = launcher("graphex::routed_experts")
 
 
 def arguments(
@@ -235,3 +236,101 @@ def test_a_choice_that_is_declined(given, reason):
     found = route(*given)
     assert isinstance(found, Declined)
     assert reason in found.reason
+
+
+def routed_arguments(tokens: int, top: int, *, count: int, scores: str = "softmax", **how: Any) -> dict[str, Any]:
+    """Of `graphex::routed_experts`: the mixture of `arguments`, and logits that choose."""
+    given = arguments(tokens, top, count=count, **how)
+    dtype, wide = given["x"].dtype, given.pop("weights").dtype
+    del given["experts"]
+    chosen = {"logits": logits(tokens, count, dtype), "top_k": top, "scores": scores, "dtype": wide}
+    return given | chosen | {"normalised": scores == "softmax", "epsilon": 1e-20, "scale": 1.5}
+
+
+def apart(given: dict[str, Any]) -> Tensor:
+    """The same by two ops, each with its kernels."""
+    rest = dict(given)
+    names = ("logits", "top_k", "scores", "dtype", "normalised", "epsilon", "scale")
+    of_choice = [rest.pop(name) for name in names]
+    weights, chosen = route(of_choice[0], None, *of_choice[1:])
+    return experts(experts=chosen.view(-1), weights=weights.view(-1), **rest)
+
+
+@pytest.mark.parametrize(
+    ("count", "top", "scores"),
+    [
+        (6, 2, "softmax"),
+        (60, 4, "sigmoid"),
+        (128, 8, "softmax"),
+        (32, 4, "chosen"),
+        (5, 5, "chosen"),
+        (3, 1, "sigmoid"),
+    ],
+)
+def test_experts_that_programs_find_are_those_that_a_launch_of_its_own_finds(count, top, scores):
+    for tokens, dtype in ((1, torch.bfloat16), (3, torch.float16)):
+        given = routed_arguments(tokens, top, count=count, scores=scores, dtype=dtype)
+        assert torch.equal(routed_experts(**given), apart(given))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_choice_with_biases_residuals_and_both_layouts(transposed, wide):
+    how = {"transposed": transposed, "bias": True, "activation": "clamped", "wide": wide}
+    given = routed_arguments(2, 4, count=12, scores="chosen", **how)
+    given["residual"] = torch.randn_like(given["x"])
+    found, wanted = routed_experts(**given), SPECS["graphex::routed_experts"].reference(**given)
+    assert torch.equal(found, apart(given))
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
+    assert torch.equal(found, routed_experts(**given))
+
+
+def test_equal_logits_numbers_that_are_none_and_rows_that_are_apart():
+    given = routed_arguments(3, 4, count=9)
+    rows = torch.randn(3, 16).to(given["x"].dtype)
+    rows[0] = 1.0
+    rows[1, 2], rows[1, 5], rows[2, 0] = torch.nan, torch.inf, -torch.inf
+    given |= {"logits": rows[:, :9], "scores": "sigmoid"}
+    found, wanted = routed_experts(**given), apart(given)
+    assert torch.equal(found[::2], wanted[::2])
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda given: {"logits": given["logits"].float()}, "no rows of 16-bit numbers"),
+        (lambda given: {"logits": given["logits"].repeat(1, 2)[:, ::2]}, "no rows of 16-bit numbers"),
+        (lambda given: {"logits": given["logits"][:, :-1]}, "not one logit for each"),
+        (lambda given: {"top_k": 7}, "7 of 6 experts"),
+        (lambda given: routed_arguments(FEW, 2, count=6), "more than 32 pairs"),
+        (lambda given: {"down": given["down"][:, :-1]}, "do not fit"),
+    ],
+    ids=["type", "layout", "experts", "too many", "tokens", "sizes"],
+)
+def test_a_choice_that_needs_a_launch_of_its_own_is_declined(change, reason):
+    given = routed_arguments(2, 2, count=6)
+    found = routed_experts(**{**given, **change(given)})
+    assert isinstance(found, Declined)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("config", [kernels.Apart, kernels.Together])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_both_ways_to_choose_give_the_same_bits_with_every_tile(config, transposed):
+    given = routed_arguments(2, 2, count=5, transposed=transposed, bias=transposed)
+    job = kernels.RoutedJob(launcher_call(given))
+    tiles = {(each.columns, each.block, each.stages > 1): each for each in kernels.FEW_TILES[not transposed, True]}
+    for tile in tiles.values():
+        mixture, inner = config(tile).prepare(job)(job)
+        wanted, wanted_inner = kernels.Apart(tile).prepare(job)(job)
+        assert torch.equal(mixture.experts, wanted.experts)
+        assert torch.equal(mixture.weights, wanted.weights)
+        assert torch.equal(inner, wanted_inner)
+
+
+def launcher_call(given: dict[str, Any]) -> Any:
+    """The named tuple that the launcher of `graphex::routed_experts` takes."""
+    from graphex.ops.definition import _launcher
+
+    return _launcher(SPECS["graphex::routed_experts"])[1](**given)

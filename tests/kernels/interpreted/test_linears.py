@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from graphex.kernels import linears
 from graphex.kernels.launch import NO_ROOM
-from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, Gemv, Job, Skinny, padded_rows
+from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, WIDES, Gemv, Job, Skinny, padded_rows
 from graphex.ops.definition import SPECS, Declined
 from graphex.ops.linears import ACTIVATIONS
 from tests.harness.kernels.compare import launcher
@@ -101,6 +101,21 @@ def test_tiles_for_several_rows(rows):
         check(config, job("silu_mul", (rows,), 300, [70, 20]))
     for config in GATED_SKINNIES[padded]:
         check(config, job("none", (rows,), 300, [70, 70], gated="silu"))
+
+
+@FEW
+@given(st.sampled_from([(65,), (3, 50), (1, 100)]), columns, sizes, st.integers(0, 3), st.integers(0, 31))
+def test_many_rows(lead, columns, sizes, gap, biases):
+    torch.manual_seed(0)
+    check(Skinny(16, 32, 1, 2, bm=32), job("none", lead, columns, sizes, gap=gap, biases=biases))
+
+
+@pytest.mark.parametrize("rows", [65, 300])
+def test_tiles_for_many_rows(rows):
+    many = job("none", (rows,), 300, [70, 130, 20], biases=0b101)
+    assert many.is_wide
+    for config in WIDES[rows <= linears.SHORT]:
+        check(config, many)
 
 
 def test_tiles_of_a_gate_for_one_row():

@@ -16,6 +16,7 @@ ONLY_16_BIT = "x is torch.float32: how exactly its products are computed is for 
 DECLINED = {
     "graphex::experts": {"x is torch.float32, the experts are torch.float32"},
     "graphex::linears": {ONLY_16_BIT},
+    "graphex::routed_experts": {"the logits are no rows of 16-bit numbers"},
     "graphex::rms_norm_linears": {ONLY_16_BIT},
     "graphex::silu_mul_linears": {ONLY_16_BIT},
     "graphex::gated_linears": {ONLY_16_BIT},
