@@ -18,6 +18,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
+from graphex.torch_private.dynamo import forget_modes_of_others
+
 # Helpers and shared tests assert as test modules do.
 pytest.register_assert_rewrite(
     "tests.harness", "tests.runtime.contract", "tests.loops.contract", "tests.device.contract"
@@ -35,12 +37,15 @@ atexit.register(shutil.rmtree, os.environ["GRAPHEX_CACHE_DIR"], ignore_errors=Tr
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Compiled code of one test is not seen by the next, nor the threads that a program has asked for."""
+    """Compiled code of one test is not seen by the next, nor the threads that a program has asked for, nor modes that
+    torch takes for on because threads have left them out of order.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
     torch.set_num_threads(1)
+    forget_modes_of_others()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,7 +38,7 @@ from graphex.ops import SPECS
 from graphex.passes.fuse import decided_about
 from graphex.regions.region import Region
 from graphex.rewrite.base import runs_by_reference
-from graphex.torch_private.dynamo import TorchDispatchMode
+from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of, unset_fake_temporarily
 
 # -- ops of a device ---------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _ops_of(node: Node, function: Callable[..., Any]) -> int:
     return max(1, counted.ops)
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(DispatchMode):
     """Counts the ops that compute something: those with a result that is no view, or with one that is written."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from graphex.errors import users_frame
-from graphex.torch_private.dynamo import TorchDispatchMode
+from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
@@ -74,10 +74,10 @@ def _has_unknown_size(func: Any, args: Any) -> bool:
 
 def may_see_compiled_code() -> bool:
     """Whether this torch runs compiled code below a mode that asks for it."""
-    return hasattr(TorchDispatchMode, "ignore_compile_internals")
+    return hasattr(DispatchMode, "ignore_compile_internals")
 
 
-class Observation(TorchDispatchMode):
+class Observation(DispatchMode):
     """Sees every op of one step. `reason` says why the step cannot be captured, `line` where; empty if it can."""
 
     supports_higher_order_operators = True

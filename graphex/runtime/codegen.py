@@ -56,7 +56,7 @@ from graphex.quoting import (
 )
 from graphex.regions.region import Region
 from graphex.rewrite.compilation import Compilation
-from graphex.torch_private.dynamo import TorchDispatchMode
+from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.graphs import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS, is_writable
 
 # -- call forms --------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class _StopError(Exception):
     """Ends a trial at the dispatcher, before anything is computed."""
 
 
-class _Arrivals(TorchDispatchMode):
+class _Arrivals(DispatchMode):
     """Catches the first call that reaches the dispatcher."""
 
     def __init__(self) -> None:

@@ -56,6 +56,7 @@ from graphex.torch_private.dynamo import (
     compile_lock,
     compile_lock_if_free,
     dual_level,
+    forget_modes_of_others,
     has_tangent,
     is_transformed,
 )
@@ -214,6 +215,7 @@ class Deferred(Program):
         finally:
             if thread.ident is not None:
                 thread.join()
+                forget_modes_of_others()
 
     def _make_if_free(self, device: int | None) -> None:
         if device is not None:

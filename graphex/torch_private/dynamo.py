@@ -7,6 +7,7 @@ graphex, or `graphex.journal` finds no journal; `graphex doctor` lists what this
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,9 +31,46 @@ from graphex.torch_private.lookup import private
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+class DispatchMode(TorchDispatchMode):
+    """A TorchDispatchMode that threads may enter and leave at any time.
+
+    torch notes for the whole process whether a mode is on, and a mode that is left puts back the note that it found:
+
+        thread 1   enters                         leaves
+        thread 2            enters, finds "on"             leaves, puts back "on", for good
+
+    Dynamo's guards read that note. With a wrong one, what was compiled outside of a mode is compiled again inside.
+    """
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        forget_modes_of_others()
+
+
+_NOTES = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+_note_for_guards = private(
+    "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", lambda value: None
+)
+
+
+def forget_modes_of_others() -> None:
+    """Take torch's notes on modes back, if this thread is in none."""
+    if dispatch_modes():
+        return
+    notes = vars(sys.modules[TorchDispatchMode.__module__])
+    wrong = [name for name in _NOTES if notes.get(name)]
+    if wrong:
+        notes.update(dict.fromkeys(wrong, False))
+        _note_for_guards(False)
 
 
 _NO_ARTIFACTS = "TORCH_TRACE shows nothing of graphex"
