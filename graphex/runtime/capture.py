@@ -107,6 +107,7 @@ class CapturedProgram(program.GraphProgram):
         self._key = KeyReader(gm, aliases, device)
         self._guards = ReplayGuards(device, self._key.switches)
         self._pool = pool or pool_for(device, config.use_graph_pool)
+        self._turn = self._pool.turn
         self._arena = Arena()
         self._store = Store(self._limit)
         self._failed: set[Key] = set()  # keys that could not be captured
@@ -141,21 +142,19 @@ class CapturedProgram(program.GraphProgram):
             return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
-        self._look_for_gradients(args)
-        key, pool = self._key(args), self._pool
-        with pool.lock:
-            if pool.is_running:  # by a finalizer or a signal handler, which the lock lets in
+        key, turn = self._key(args), self._turn
+        with turn.lock:
+            if turn.is_running:  # by a finalizer or a signal handler, which the lock lets in
                 self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
                 return self._run(args)
-            if pool is not self._pool:  # another thread has left it meanwhile
-                return self._run(args)
-            pool.is_running = True
+            turn.is_running = True
             try:
+                self._look_for_gradients(args)
                 graph = self._graph(key, args)
                 if graph is not None and not self._is_in_use(graph, args):
                     return self._replay(graph, args)
             finally:
-                pool.is_running = False
+                turn.is_running = False
         return self._run(args)
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
@@ -169,11 +168,11 @@ class CapturedProgram(program.GraphProgram):
         """The results of `call`, if it would replay and do nothing else; None if it has to be called."""
         if program.active:
             return None
-        pool = self._pool
-        with pool.lock:
-            if pool.is_running or pool is not self._pool:
+        turn = self._turn
+        with turn.lock:
+            if turn.is_running:
                 return None
-            pool.is_running = True
+            turn.is_running = True
             try:
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or fast.seen is not seen or not fast.fits(args):
@@ -185,7 +184,7 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return results
             finally:
-                pool.is_running = False
+                turn.is_running = False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...], seen: frozenset[int] | None) -> Any:
         if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
@@ -212,13 +211,13 @@ class CapturedProgram(program.GraphProgram):
 
     def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
         """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
-        pool = self._pool
+        turn = self._turn
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
-        with pool.lock:
-            if pool.is_running or pool is not self._pool or kept.outputs.was_looked_at:
+        with turn.lock:
+            if turn.is_running or kept.outputs.was_looked_at:
                 return None
-            pool.is_running = True
+            turn.is_running = True
             try:
                 graph = self._store.newest
                 fast = None if graph is None else graph.fast
@@ -230,7 +229,7 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return graph.fast.run(args)
             finally:
-                pool.is_running = False
+                turn.is_running = False
 
     def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
         """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""
@@ -260,7 +259,7 @@ class CapturedProgram(program.GraphProgram):
             self._run(args)
 
     def free(self) -> None:
-        with self._pool.lock:  # another thread may be replaying
+        with self._turn.lock:  # another thread may be replaying
             self._store.free()
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
@@ -427,10 +426,7 @@ class CapturedProgram(program.GraphProgram):
         return graph
 
     def _look_for_gradients(self, args: Sequence[Any]) -> None:
-        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards.
-
-        Called without the pool's lock: the choice of the pool is made here.
-        """
+        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards."""
         if len(self._store):
             return
         if self._saved is not None:
@@ -439,7 +435,7 @@ class CapturedProgram(program.GraphProgram):
             self._pool.split()
 
     def _new_pool(self) -> Pool:
-        return pool_for(self._device, self._compilation.config.use_graph_pool)
+        return pool_for(self._device, self._compilation.config.use_graph_pool, self._turn)
 
     def _note_evictions(self, slot: Slot, evicted: list[Slot]) -> None:
         before = self._counter["evicted"]
@@ -550,9 +546,10 @@ def _free_if_idle(owner: weakref.ref[CapturedProgram], ident: int) -> None:
     if capturing is None:
         return
     capturing._owners.discard(ident)
-    if capturing._pool.lock.acquire(blocking=False):
+    turn = capturing._turn
+    if turn.lock.acquire(blocking=False):
         try:
-            if not capturing._pool.is_running:
+            if not turn.is_running:
                 capturing._store.free(ident)
         finally:
-            capturing._pool.lock.release()
+            turn.lock.release()

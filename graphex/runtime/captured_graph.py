@@ -1,5 +1,6 @@
 """Captured graphs: one capture, the store of them all, their memory pools, and what a forward keeps for its backward.
 
+Turn            the lock of programs that share memory: one of their calls at a time
 Pool            a memory pool that captured graphs share, and the order that sharing asks for
 CapturedGraph   one capture, made by `capture_graph`; `fill` gives it a call's inputs
 Store           the captured graphs of one program, by key and by addresses, the least recently used one first
@@ -45,22 +46,32 @@ from graphex.torch_private.memory import retains_graph
 _given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
 
 
+class Turn:
+    """One call at a time: a thread that holds `lock` fills inputs, replays or captures, and takes the outputs out.
+
+    A lock lets its own thread in again, so a call by a finalizer or a signal handler in between looks at `is_running`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_running = False
+
+
 class Pool:
     """A memory pool of a device, and the order of the graphs that share it.
 
     Graphs of one pool may use the same bytes for their intermediates. That is right as long as they run one after the
-    other: one thread at a time holds `lock`, fills the inputs, replays and takes the outputs out, and a replay on
-    another stream than the last one waits for it. A lock lets its own thread in again, so a call by a finalizer or a
-    signal handler in between looks at `is_running`. `handle` is the device's name for the pool.
+    other: one thread at a time has the `turn`, and a replay on another stream than the last one waits for it. Several
+    pools have one turn if a graph of one reads what a graph of another keeps, as a backward does: which pool a program
+    uses, and which graphs there are, changes only in its turn. `handle` is the device's name for the pool.
 
     Results that a graph keeps in place are in memory that no later capture of the pool gets, until the capture of their
     last reader: a backward computes in the memory of saved values that it has read. An earlier capture may have used it
     for its intermediates. `keeper_in_the_way` says whose results a replay could write to.
     """
 
-    def __init__(self, device: Device, handle: Any = None) -> None:
-        self.lock = threading.RLock()
-        self.is_running = False
+    def __init__(self, device: Device, handle: Any = None, turn: Turn | None = None) -> None:
+        self.turn = turn or Turn()
         self._device = device
         self._handle = handle
         self._is_given = handle is not None
@@ -71,6 +82,7 @@ class Pool:
         self.programs = 0  # that share it
         self._for_backwards: Pool | None = None
         self.keepers: dict[int, OutputPlan] = {}  # by the number of their capture
+        self._left: set[int] = set()  # keepers whose graphs are freed, and whose results were in use then
 
     def enter(self, number: int, outputs: OutputPlan) -> None:
         """A graph was captured; its number is that of its capture."""
@@ -79,22 +91,31 @@ class Pool:
             self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
+        """A graph is freed. Results of it that are in use stay where they are, and in the way of others."""
         self.graphs -= 1
-        self.keepers.pop(number, None)
+        if _is_in_use(self.keepers.get(number)):
+            self._left.add(number)
+        else:
+            self.keepers.pop(number, None)
 
     def keeper_in_the_way(self, number: int) -> int | None:
         """The graph with results in use that a replay of graph `number` could write to.
 
         That is itself, a later one, or one whose memory was given up before this one was captured.
         """
-        for other, outputs in self.keepers.items():
+        for other, outputs in self.keepers.copy().items():  # a finalizer may free a graph meanwhile
             is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)
-            if not is_free and outputs.are_kept_in_use is not None and outputs.are_kept_in_use():
+            if not is_free and _is_in_use(outputs):
                 return other
+            if other in self._left and not _is_in_use(outputs):
+                self._left.discard(other)
+                self.keepers.pop(other, None)
         return None
 
     def kept_addresses(self) -> set[int]:
-        return {address for outputs in self.keepers.values() for address in outputs.kept_addresses}
+        """Where replays of the pool's graphs leave results."""
+        keepers = self.keepers.copy().items()
+        return {place for number, kept in keepers if number not in self._left for place in kept.kept_addresses}
 
     @property
     def handle(self) -> Any:
@@ -105,7 +126,7 @@ class Pool:
 
     def split(self) -> None:
         """Gradients are there when a forward is called: no forward may write to them, so backwards get another pool."""
-        self._for_backwards = self._for_backwards or Pool(self._device)
+        self._for_backwards = self._for_backwards or Pool(self._device, turn=self.turn)
 
     @property
     def for_backwards(self) -> Pool:
@@ -126,10 +147,14 @@ class Pool:
         self.stream, self._lasts = stream, self._device.stream_lasts()
 
 
-def pool_for(device: Device, handle: Any) -> Pool:
+def _is_in_use(kept: OutputPlan | None) -> bool:
+    return kept is not None and kept.are_kept_in_use is not None and kept.are_kept_in_use()
+
+
+def pool_for(device: Device, handle: Any, turn: Turn | None = None) -> Pool:
     """A new pool, or, for a handle that the user gave, the pool that all graphs with this handle share."""
     if handle is None:
-        return Pool(device)
+        return Pool(device, turn=turn)
     pool = _given.get((device.name, handle))
     if pool is None:
         pool = _given[(device.name, handle)] = Pool(device, handle)
@@ -137,15 +162,22 @@ def pool_for(device: Device, handle: Any) -> Pool:
 
 
 _MOST_PROGRAMS = 8  # that share a pool: each looks at what the others keep
+_turns: WeakKeyDictionary[Journal, Turn] = WeakKeyDictionary()
 _of_steps: WeakKeyDictionary[Journal, dict[str, Pool]] = WeakKeyDictionary()
 
 
-def pool_of_steps(device: Device, journal: Journal) -> Pool:
-    """The pool that forwards and backwards of one compiled object share: they are replayed one after the other."""
+def pool_of_steps(device: Device, journal: Journal, *, alone: bool) -> Pool:
+    """The pool that forwards and backwards of one compiled object share: they are replayed one after the other.
+
+    `alone`: a pool of its own, in the same turn as the others, since a backward reads what a forward keeps.
+    """
+    turn = _turns.setdefault(journal, Turn())
+    if alone:
+        return Pool(device, turn=turn)
     pools = _of_steps.setdefault(journal, {})
     pool = pools.get(device.name)
     if pool is None or pool.programs == _MOST_PROGRAMS:
-        pool = pools[device.name] = Pool(device)
+        pool = pools[device.name] = Pool(device, turn=turn)
     pool.programs += 1
     return pool
 
@@ -303,11 +335,12 @@ _waiting_for_readers: list[CapturedGraph] = []  # of the process: they outlive t
 def free_what_was_read() -> None:
     """Free the graphs that waited for readers of their results, where there are none any more."""
     for graph in [_waiting_for_readers.pop() for _ in range(len(_waiting_for_readers))]:
-        if graph.pool.lock.acquire(blocking=False):
+        lock = graph.pool.turn.lock
+        if lock.acquire(blocking=False):
             try:
                 graph.free()
             finally:
-                graph.pool.lock.release()
+                lock.release()
         else:
             _waiting_for_readers.append(graph)
 

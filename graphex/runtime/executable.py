@@ -119,8 +119,8 @@ def _program(graph: ExecutableGraph) -> Program:
     kinds, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
     if graph.saved is not None:
         kinds = _held_for_a_step(graph)
-        if config.clone_output is not False and config.reuse_graph_pool_in_same_fx:  # nothing stays there unseen
-            pool = pool_of_steps(graph.device, graph.compilation.journal)
+        shares = config.clone_output is not False and config.reuse_graph_pool_in_same_fx  # nothing stays there unseen
+        pool = pool_of_steps(graph.device, graph.compilation.journal, alone=not shares)
     from_pieces = PieceInputs((), {}) if graph.phase == "backward" else None
     tail = None if kinds else _tail(graph)
     return CapturedProgram(graph, run, graph.static_inputs, pool=pool, kinds=kinds, from_pieces=from_pieces, tail=tail)

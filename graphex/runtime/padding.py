@@ -150,7 +150,7 @@ class Padding(GraphProgram):
         place = bisect_left(self._sizes, size)
         wanted = self._sizes[place] if place < len(self._sizes) and size else None
         self._counter["padded"] += wanted not in (None, size)
-        with self._pool.lock:
+        with self._pool.turn.lock:
             self._pool.wait_for_last_replay()
             numbers = self._numbers and self._numbers[1](list(args))
             results = self._run(args if wanted is None else self._padded(args, size, wanted))

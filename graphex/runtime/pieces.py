@@ -468,7 +468,7 @@ class Piecewise(GraphProgram):
     def _run_steps(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
-        with self._pool.lock:
+        with self._pool.turn.lock:
             self._calls += not self._device.is_capturing()
             timed = self._calls == TIMED_CALL and not self._device.is_capturing()
             for step in self._steps:

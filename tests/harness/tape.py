@@ -17,16 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphex.device import Device, Replay
 from graphex.errors import CaptureError
 from graphex.loops import step_program
 from graphex.runtime import executable
+from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.memory import borrowed
 
 
-class Tape(TorchDispatchMode, Replay):
+class Tape(DispatchMode, Replay):
     """While it is entered it records; `replay` repeats every call and puts the results where they were."""
 
     def __init__(self, device: TapeDevice, pool: object, error_mode: str) -> None:
@@ -35,7 +35,7 @@ class Tape(TorchDispatchMode, Replay):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.places: list[list[int]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
-        self.spared = {memory for other in device.alive if other.pool == pool for memory in other.held_by_others()}
+        self.spared = {memory for other in device.tapes if other.pool == pool for memory in other.held_by_others()}
         self.pooled = {memory for other in device.alive for memory in other.own()}
         self.reused: list[Tensor] = []
         self.freed = False
@@ -105,7 +105,8 @@ class Tape(TorchDispatchMode, Replay):
     def free(self, reads: Sequence[Any] = ()) -> None:
         assert not self.freed, "a graph was freed twice"
         self.freed = True
-        self.calls.clear()
+        if not self.held_by_others():  # else its results stay where they are
+            self.calls.clear()
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -183,7 +184,7 @@ class TapeDevice(Device):
         self.destroyed: set[int] = set()
         self.synchronized = 0
         self.user_captures = False
-        self._busy = threading.Lock()
+        self._one_at_a_time = threading.Lock()
 
     @property
     def alive(self) -> list[Tape]:
@@ -198,23 +199,22 @@ class TapeDevice(Device):
         return f"pool {self.pools}"
 
     def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
-        tape = self.tape_type(self, pool, error_mode)
-        state = torch.get_rng_state()
-        assert self._busy.acquire(blocking=False), "two captures at a time"
-        try:
-            self.step("begin")
-            with tape:
-                result = run()
-            tape.note_what_was_let_go()
-            self.step("end")
-        except Exception as error:
-            raise CaptureError(str(error)) from error
-        finally:
-            self._busy.release()
-            tape.rewind()
-            torch.set_rng_state(state)
-        self.tapes.append(tape)
-        return tape, result
+        with self._one_at_a_time:
+            tape = self.tape_type(self, pool, error_mode)
+            state = torch.get_rng_state()
+            try:
+                self.step("begin")
+                with tape:
+                    result = run()
+                tape.note_what_was_let_go()
+                self.step("end")
+            except Exception as error:
+                raise CaptureError(str(error)) from error
+            finally:
+                tape.rewind()
+                torch.set_rng_state(state)
+            self.tapes.append(tape)
+            return tape, result
 
     def step(self, name: str) -> None:
         if name == self.fail_at:
@@ -222,7 +222,7 @@ class TapeDevice(Device):
 
     def running(self, tape: Tape) -> None:
         self.replayed.append(tape)
-        for other in self.alive:
+        for other in self.tapes:
             if other is not tape and other.pool == tape.pool:
                 for memory, leaf in other.own().items():
                     if memory not in tape.spared:

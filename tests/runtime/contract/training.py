@@ -558,3 +558,22 @@ def test_a_loop_of_ordinary_steps_equals_eager(loop, where):
         if is_compiled:
             assert replays(run) > len(losses) / 2
     torch.testing.assert_close(*found, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_that_is_evicted_while_its_backward_is_to_come_keeps_what_it_saved(where):
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(where) for _ in range(3)]
+    first, held, last = models
+    block = compile_it(lambda model, x: model(x), dynamic=False, capture_limit=2)
+    x = torch.randn(3, 4, device=where)
+
+    def gradients(model: nn.Module, run: Run) -> list[Tensor]:
+        return list(torch.autograd.grad(run(model, x).sum(), list(model.parameters())))
+
+    for _ in range(3):
+        torch.testing.assert_close(gradients(first, block), gradients(first, lambda model, x: model(x)))
+    loss = block(held, x).sum()  # captured behind the graphs of the first model, which may compute in the same memory
+    for model in (first, last, first):  # the last one is captured in the place of the one whose values are held
+        torch.testing.assert_close(block(model, x), model(x))
+    found = torch.autograd.grad(loss, list(held.parameters()))
+    torch.testing.assert_close(list(found), gradients(held, lambda model, x: model(x)))
+    assert count(block, "evicted") == 1
