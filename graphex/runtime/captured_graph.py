@@ -13,7 +13,7 @@ to one program, to a handle that the user gave, or to the forwards and backwards
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
@@ -329,12 +329,16 @@ class CapturedGraph:
         self.boxed = self.fast = None
 
 
-_waiting_for_readers: list[CapturedGraph] = []  # of the process: they outlive the programs that they are of
+_waiting_for_readers: deque[CapturedGraph] = deque()  # of the process: they outlive the programs that they are of
 
 
 def free_what_was_read() -> None:
     """Free the graphs that waited for readers of their results, where there are none any more."""
-    for graph in [_waiting_for_readers.pop() for _ in range(len(_waiting_for_readers))]:
+    for _ in range(len(_waiting_for_readers)):
+        try:
+            graph = _waiting_for_readers.popleft()
+        except IndexError:  # another thread is at it
+            return
         lock = graph.pool.turn.lock
         if lock.acquire(blocking=False):
             try:
