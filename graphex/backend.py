@@ -21,7 +21,7 @@ from graphex.device import kernel_runtime
 from graphex.env import why_off
 from graphex.errors import GraphexError, InputError
 from graphex.frontend.aot import compile_with_aot, compiled_for_dynamo
-from graphex.frontend.origin import origin_of
+from graphex.frontend.origin import note_breaks_without_graph, origin_of
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
@@ -148,6 +148,8 @@ def journal(compiled: object) -> Journal:
     """The journal of anything compiled with graphex: a module or function from `torch.compile`, a module that was
     compiled with its own `compile`, a DistributedDataParallel around one of these, a backend object, a result of
     `compile_fx`, or a report. It is empty until the first call, which is when torch compiles.
+
+    Where Dynamo finds nothing to compile it does not ask the backend: the graph breaks of that are looked up here.
     """
     own = getattr(dynamo.compiled_ahead(compiled), "journal", None)
     if isinstance(own, Journal):
@@ -155,6 +157,14 @@ def journal(compiled: object) -> Journal:
     owner = dynamo.backend_of(compiled)
     if owner is None:
         raise InputError(f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile returned.")
+    code = dynamo.code_of(compiled)
+    found = _journal_of(owner, code)
+    note_breaks_without_graph(found, code, owner)
+    return found
+
+
+def _journal_of(owner: object, code: CodeType | BuiltinFunctionType | None) -> Journal:
+    """The journal of the object that `torch.compile` made for the function of this code."""
     found = getattr(owner, _ATTACHED, None)
     if isinstance(found, _Attached):
         return found.journal
@@ -163,7 +173,6 @@ def journal(compiled: object) -> Journal:
         return called.journal
     if not getattr(called, "is_graphex", False):
         raise InputError('this was compiled with another backend; pass backend="graphex" to torch.compile.')
-    code = dynamo.code_of(compiled)
     for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
         shared = getattr(other, _ATTACHED, None)
         if isinstance(shared, _Attached) and code in shared.codes:

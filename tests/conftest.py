@@ -56,6 +56,14 @@ def guards_are_not_timed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def scripts_are_files_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The scripts that `verify` writes on a mismatch are beside the other files of a run, which pytest removes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphex.debug.files.fresh_directory", lambda: tmp_path_factory.mktemp("repro"))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> Iterator[None]:
     """What a file of tests leaves for good (caches of torch, mostly) is not looked through for garbage ever after."""

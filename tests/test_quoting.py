@@ -127,7 +127,8 @@ def test_debug_files_of_a_pass_stay_in_their_folder(name, tmp_path):
 
 
 def test_a_mismatch_is_settled_where_no_script_can_be_written(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("graphex.debug.files.fresh_directory", lambda: tmp_path / "file")
     assert repro_of("harmless") == Path("")
 
 

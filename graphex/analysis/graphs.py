@@ -161,9 +161,14 @@ def _last_line(trace: str) -> str:
     return str(frames[-1]) if frames else ""
 
 
+def is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether a call is outside of torch and graphex."""
+    return not frame.filename.startswith(_NOT_THEIRS)
+
+
 def raised_in(error: BaseException) -> Frame | None:
     """The place in the user's code that raised an error: the last frame outside of torch and graphex."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_THEIRS)]
+    frames = list(filter(is_users, traceback.extract_tb(error.__traceback__)))
     if not frames:
         return None
     last = frames[-1]

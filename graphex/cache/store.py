@@ -242,6 +242,7 @@ def _key_of_call(folder: Folder, name: str) -> Key | None:
 # -- archives ----------------------------------------------------------------------------------------------------------
 
 
+_WRITE_ONE = "`graphex cache export` writes an archive"
 _NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}(?:\.key|\.graph|\.[0-9a-f]{32}\.call)")
 
 
@@ -263,17 +264,19 @@ def read_archive(path: Path) -> dict[str, bytes]:
         with tarfile.open(path, mode="r:gz") as archive:
             for member in archive:
                 if not member.isreg() or not _NAME.fullmatch(member.name) or member.size > LARGEST:
-                    raise InputError(f"'{path}' holds '{member.name}', which is no stored graph. Nothing was imported.")
+                    raise InputError(
+                        f"'{path}' holds '{member.name}', which is no stored graph. Nothing was imported; {_WRITE_ONE}."
+                    )
                 file = archive.extractfile(member)
                 assert file is not None
                 found[member.name] = file.read(LARGEST)
                 unsealed(found[member.name])
     except (tarfile.TarError, EOFError, zlib.error, ValueError, OSError) as error:
-        raise InputError(f"'{path}' cannot be read as an archive of stored graphs: {error}.") from error
+        raise InputError(f"'{path}' cannot be read as an archive of stored graphs: {error}; {_WRITE_ONE}.") from error
     for name in found:
         other = name.partition(".")[0] + (KEY if name.endswith(GRAPH) else GRAPH)
         if other not in found:
-            raise InputError(f"'{path}' holds '{name}' without '{other}'. Nothing was imported.")
+            raise InputError(f"'{path}' holds '{name}' without '{other}'. Nothing was imported; {_WRITE_ONE}.")
     return found
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
 
@@ -50,7 +50,13 @@ COMMANDS = {
 
 
 class Group(click.Group):
-    """Commands. Help shows the whole first sentence of each; a mistyped one is told the near names, the best first."""
+    """Commands. Help shows the whole first sentence of each; a mistyped one is told the near names, the best first.
+
+    A file in the place of a command is told the command that takes it: `for_files` has one for each ending, and for any
+    other ending the one of "".
+    """
+
+    for_files: ClassVar[dict[str, str]] = {}
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -62,8 +68,11 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
-        if args and args[0] not in known and args[0].isidentifier():
+        if args and args[0] not in known and not args[0].startswith("-"):
+            ending = Path(args[0]).suffix
+            command = self.for_files.get(ending, self.for_files.get("", "")) if ending else ""
             hint = did_you_mean(args[0], known, f"there are {', '.join(known)}", most=2)
+            hint = f"for a file, write {command} {args[0]}" if command else hint
             raise click.UsageError(f"No such command '{args[0]}' ({hint}).", ctx)
         return super().resolve_command(ctx, args)
 
@@ -74,6 +83,8 @@ def _first_paragraph(text: str) -> str:
 
 class Commands(Group):
     """The commands of the table above, as far as their modules are there."""
+
+    for_files: ClassVar[dict[str, str]] = {".py": "graphex explain", ".html": "graphex report open"}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, module in COMMANDS.items() if find_spec(module) is not None]

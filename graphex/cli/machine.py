@@ -387,13 +387,13 @@ def export(path: Path, wanted: str | None) -> None:
     from graphex.cache.store import write_archive
 
     if not path.parent.is_dir():
-        raise click.UsageError(f"'{path.parent}' is no directory. Make it first.")
+        raise click.UsageError(f"'{path.parent}' is no directory. Make it first, or give another PATH.")
     store = _store()
     ids = [entry.id for entry in store.entries()] if wanted is None else _ids(store, wanted)
     try:
         size = write_archive(path, store, ids)
     except OSError as error:
-        raise click.ClickException(f"'{path}' cannot be written: {error.strerror}.") from error
+        raise click.ClickException(f"'{path}' cannot be written: {error.strerror}. Give another PATH.") from error
     click.echo(f"wrote {_counted(len(ids), size)}, to {path}")
 
 
@@ -431,7 +431,9 @@ def _store() -> Store:
     try:
         store.entries()
     except OSError as error:
-        raise click.ClickException(f"the cache cannot be used: {error}.") from error
+        raise click.ClickException(
+            f"the cache cannot be used: {error}. Set GRAPHEX_CACHE_DIR to a folder of yours."
+        ) from error
     return store
 
 

@@ -15,7 +15,7 @@ import traceback
 import webbrowser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -32,7 +32,7 @@ from graphex.cli import (
 from graphex.cli.catalogue import why_unknown
 from graphex.config import config_from, options_of
 from graphex.env import path_of_rank, why_off
-from graphex.errors import InputError, did_you_mean, one_line
+from graphex.errors import InputError, OptionError, did_you_mean, one_line
 from graphex.records import Journal
 
 DEVICES = ("simulated", "cuda", "cpu")
@@ -42,7 +42,9 @@ _LISTS = frozenset(option.name for option in options_of() if isinstance(option.d
 
 
 class _Script(click.Path):
-    """The path of a script. A word that begins with a dash is reported as a mistyped option of the command."""
+    """The path of a script. A word that begins with a dash is reported as a mistyped option of the command, and a
+    report with the command that opens it.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         word = str(value).partition("=")[0]
@@ -51,6 +53,8 @@ class _Script(click.Path):
             known = [name for option in options for name in option.opts if name.startswith("--")]
             hint = did_you_mean(word, known, f"there are {', '.join(known)}")
             raise click.UsageError(f"No such option '{word}' ({hint}).", ctx)
+        if Path(value).suffix == ".html" and Path(value).is_file():
+            self.fail(f"'{value}' is no script. To see a report, write graphex report open {value}", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -130,7 +134,7 @@ def explain(
     graphex.define()
     watched = watching(options, lambda journal: say(_progress_text(journal)))
     with waiting(f"running {script.name}") as say, progress_to(say), watched as watch:
-        problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout)
+        problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout, has_settings=bool(settings))
     data = report_data(script.name, watch.journals)
     unwritten = why_not_written(lambda: write_page(data, path_of_rank(page))) if watch.journals else ""
     written = str(path_of_rank(output)) if watch.journals and not unwritten else None
@@ -181,8 +185,8 @@ def _for_the_script(script: Path, arguments: tuple[str, ...]) -> tuple[str, ...]
 def _setting(text: str) -> tuple[str, Any]:
     """``verify=true`` as ("verify", True): a Python value, or else a word; for a list, words between commas too."""
     name, sign, value = text.partition("=")
-    if not sign:
-        raise click.UsageError(f"--set takes NAME=VALUE, got '{text}'.")
+    if not sign or not name:
+        raise click.UsageError(f"--set takes NAME=VALUE, such as verify=true, got '{text}'.")
     plain = {"true": "True", "false": "False", "none": "None"}.get(value.lower(), value)
     try:
         found: Any = ast.literal_eval(plain)
@@ -205,15 +209,19 @@ def _progress_text(journal: Journal) -> str:
     return f"compiling graph {len(journal.graphs) + 1}"
 
 
-def _run(script: Path, arguments: tuple[str, ...], out: Any) -> str:
-    """Run the script with its output sent to `out`; returns what went wrong, or nothing."""
+def _run(script: Path, arguments: tuple[str, ...], out: Any, *, has_settings: bool) -> str:
+    """Run the script with its output sent to `out`; returns what went wrong, or nothing.
+
+    The traceback of an error is printed, but for an option of `--set` that does not fit: the script has no part in it.
+    """
     try:
         with contextlib.redirect_stdout(out):
             _run_as_main(script, arguments)
     except SystemExit as end:
         return "" if end.code in (None, 0) else f"it exited with {end.code}"
     except Exception as error:
-        _print_trace(error, script)
+        if not (has_settings and isinstance(error, OptionError)):
+            _print_trace(error, script)
         return one_line(error)
     return ""
 
@@ -239,10 +247,23 @@ def _print_trace(error: BaseException, script: Path) -> None:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-existing = click.Path(exists=True, dir_okay=False, path_type=Path)
+class _Report(click.Path):
+    """The path of a report. Where there is none, the command that writes one is told."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).exists():
+            self.fail(f"File '{value}' does not exist. Write a report with `graphex explain SCRIPT`.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
-@click.group(cls=Group)
+existing = _Report(exists=True, dir_okay=False, path_type=Path)
+
+
+class _Reports(Group):
+    for_files: ClassVar[dict[str, str]] = {"": "graphex report open"}
+
+
+@click.group(cls=_Reports)
 def report() -> None:
     """Open a report, or compare two."""
 

@@ -229,7 +229,7 @@ def write_repro(found: Verified, before: GraphModule, after: GraphModule, args: 
 
     Its name is that of the rules to blame, or else of the pass.
     """
-    directory = files.directory or Path(tempfile.mkdtemp(prefix="graphex_repro_"))
+    directory = files.directory or fresh_directory()
     base = f"repro_{file_name('_'.join(found.rules) or found.pass_name)}"
     path = directory / f"{base}.py"
     while path.exists():  # about another graph, or a pass whose name looks like this one's
@@ -245,6 +245,10 @@ def write_repro(found: Verified, before: GraphModule, after: GraphModule, args: 
     )
     write_text(path, text)
     return path
+
+
+def fresh_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="graphex_repro_"))
 
 
 def _body(gm: GraphModule) -> str:

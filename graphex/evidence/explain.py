@@ -29,10 +29,10 @@ from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherwise
 from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
-from graphex.frontend.origin import broke
+from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
-from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.dynamo import backend_of, code_of, room_to_recompile, without_reducing
 from graphex.torch_private.frames import attempts, given_up_since
 from graphex.torch_private.symbolic import pytree
 
@@ -233,6 +233,7 @@ def explain(
                 worst, outputs = found, result
     for function, why in given_up_since(known):
         backend.journal.add(broke(function, why, graph="-"))
+    note_breaks_without_graph(backend.journal, code_of(compiled), backend_of(compiled))
     worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
     return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
 

@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
+from traceback import FrameSummary
+from types import CodeType
 
-from graphex.analysis.graphs import Frame
+from graphex.analysis.graphs import Frame, is_users
 from graphex.records import GraphBroke, GraphCompiled, Journal, Recompiled, Record
 from graphex.rewrite.compilation import Origin
-from graphex.torch_private.frames import Break, CompiledFrame
+from graphex.torch_private.frames import Break, CompiledFrame, breaks_without_graph, given_up_since
 
 
 def origin_of(frame: CompiledFrame, compile_id: str, journal: Journal) -> Origin:
@@ -69,25 +71,47 @@ def _breaks(frame: CompiledFrame, journal: Journal) -> Iterator[Record]:
             yield before
 
 
+def note_breaks_without_graph(journal: Journal, code: object, backend: object) -> None:
+    """Record why no graph of a function has reached the backend: Dynamo asks for it where it has ops to compile."""
+    if not isinstance(code, CodeType):
+        return
+    handed_over = {graph.compile_id for graph in journal.graphs}
+    found = [*breaks_without_graph(code, backend, handed_over), *([] if handed_over else given_up_since((), code))]
+    known = {each.line for each in journal.breaks}
+    for record in (broke(function, why, graph="-") for function, why in found):
+        if record.line not in known:
+            journal.add(record)
+            known.add(record.line)
+
+
 def broke(function: str, found: Break, graph: str = "") -> GraphBroke:
-    """A graph break as a record. torch's text is a title, then lines that begin with `Explanation:` and `Hint:`."""
+    """A graph break as a record. torch's text is a title, then lines that begin with `Explanation:` and `Hint:`.
+
+    Its line is the innermost one of the user's. What torch calls behind that, such as a hook, is part of the reason.
+    """
     lines = [line.strip() for line in found.text.splitlines() if line.strip()]
     title = lines[0] if lines else "torch does not say why"
-    explained = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), title)
-    hint = next((line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")), "")
+    explained = (_said(lines, "Explanation: ") or title).rstrip(".")
     quoted = _QUOTED.search(title) or _QUOTED.search(explained)
     cause = quoted[0] if quoted else title
-    file = found.stack[-1].filename if found.stack else ""
-    return GraphBroke(graph, function, _line(found), cause, explained.rstrip("."), hint, file)
+    nowhere = FrameSummary("", 0, "")
+    inner = (nowhere, *found.stack)[-1]
+    last = next(filter(is_users, reversed(found.stack)), inner)
+    if last is not inner:
+        explained += f"; it is called at {_line(inner)}"
+    return GraphBroke(graph, function, _line(last), cause, explained, _said(lines, "Hint: "), last.filename)
 
 
-def _line(found: Break) -> str:
-    """The innermost line of the user's that led to a break: ``breaks.py:9: if y.sum().item() > 0:``"""
-    if not found.stack:
+def _said(lines: list[str], title: str) -> str:
+    return next((line.removeprefix(title) for line in lines if line.startswith(title)), "")
+
+
+def _line(call: FrameSummary) -> str:
+    """``breaks.py:9: if y.sum().item() > 0:``"""
+    if not call.filename:
         return ""
-    last = found.stack[-1]
-    code = last.line or linecache.getline(last.filename, last.lineno or 0)
-    return str(Frame(last.filename, last.lineno or 0, last.name, code.strip()))
+    code = call.line or linecache.getline(call.filename, call.lineno or 0)
+    return str(Frame(call.filename, call.lineno or 0, call.name, code.strip()))
 
 
 # -- recompilations ----------------------------------------------------------------------------------------------------

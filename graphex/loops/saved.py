@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -88,6 +89,7 @@ def save(
     about |= {"module": ahead.module, "names": _references(ahead.globals), "sources": ahead.sources}
     about |= {"class": _class_of(model), "methods": _traced_methods(ahead, model)}
     about["device"] = _device_of(backend.journal)
+    about["environment"] = {name: os.environ.get(name) for name in ahead.variables if name.split() == [name]}
     about["guards"] = _named_guards(ahead, model, declared)
     about["hooks"] = [name for name, held in _forward_hooks(model).items() if held]
     with written_whole(Path(path)) as file:
@@ -166,6 +168,7 @@ def load(
         raise InputError(f"'{path}' {wanted}.")
     if head["class"] != _class_of(model):
         raise InputError(f"'{path}' was saved for a module of type {head['class']}; this one is {_class_of(model)}.")
+    _check_environment(path, head["environment"])
     _check_sources(path, head["sources"])
     _check_methods(path, head, model)
     hooks = {name: held for name, held in _forward_hooks(model).items() if name not in head["hooks"]}
@@ -320,6 +323,17 @@ def _globals(head: dict[str, Any], model: torch.nn.Module | None) -> dict[str, A
             names = vars(import_module(head["module"]))
     missing = {name: place for name, place in head["names"].items() if name not in names}
     return {**names, **{name: _referred(*place) for name, place in missing.items()}}
+
+
+def _check_environment(path: str | Path, variables: dict[str, str | None]) -> None:
+    """Compare the environment variables that traced code may read with those here. Raises InputError if one differs."""
+    for name, saved in variables.items():
+        if (here := os.environ.get(name)) != saved:
+            before, now = ("not set" if value is None else repr(value) for value in (saved, here))
+            raise InputError(
+                f"'{path}' was saved where the environment variable {name} was {before}; here it is {now}. "
+                "Set it as it was, or save it again."
+            )
 
 
 def _check_sources(path: str | Path, sources: list[list[str]]) -> None:

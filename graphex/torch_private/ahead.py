@@ -7,15 +7,18 @@ saved (`moved`). Names that this torch lacks raise when a model is saved or load
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import io
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -57,7 +60,8 @@ class Ahead:
 
     A module of torch's own, such as `nn.Sequential`, is held by the function instead of being its `self`: the bytes
     refer to it. `module` has its globals; Dynamo adds names of its own to these, so `globals` are those that are used.
-    `sources` are the functions that were traced: module, first line and text of each.
+    `sources` are the functions that were traced: module, first line and text of each. `variables` are texts that may
+    be names of environment variables which these read: torch has no guard on a variable that is not set.
     """
 
     function: Callable[..., Any]
@@ -67,6 +71,7 @@ class Ahead:
     globals: dict[str, Any]
     unsaved: tuple[Unsaved, ...]
     sources: tuple[tuple[str, int, str], ...]
+    variables: frozenset[str]
 
 
 def aot_compiled(
@@ -84,11 +89,12 @@ def aot_compiled(
         made = _aot_compile(function, args, kwargs, backend, guards, specialize_float=True)
     takes_self = next(iter(made._artifacts.signature.parameters), "") == "self"
     sources = tuple(_sources(made._artifacts.source_info))
+    variables = guards.texts.union(_texts(made._artifacts.source_info)) if guards.read_environment else frozenset()
     made._artifacts.source_info = type(made._artifacts.source_info)(inlined_sources=set())  # holds whole files
     data: bytes = type(made).serialize(made, *_held(type(made).serialize, 1, function)).serialized_data
     module = str((made._extra_globals or {}).get("__name__", ""))
     names = {name: made.fn.__globals__[name] for name in made._artifacts.runtime_env.external_refs}
-    return Ahead(made, data, takes_self, module, names, tuple(guards.unsaved.values()), sources)
+    return Ahead(made, data, takes_self, module, names, tuple(guards.unsaved.values()), sources, frozenset(variables))
 
 
 def _aot_compile(
@@ -177,10 +183,12 @@ class _Guards:
     """Chooses among the guards of a function those that are saved, and keeps what the others are about.
 
     Guards on empty hooks check nothing, and are half of a model's. The line that made a guard is read from its file
-    when the guard is loaded: guards on the module go without.
+    when the guard is loaded: guards on the module go without. `texts` are the texts that guards are about, and
+    `read_environment` says whether one is about the environment.
     """
 
     _ON_HOOKS = "EMPTY_NN_MODULE_HOOKS_DICT"
+    _ENVIRONMENT = frozenset(id(getattr(os, name, os.environ)) for name in ("environ", "environb", "getenv", "getenvb"))
 
     def __init__(self, check: Callable[[Unsaved], None]) -> None:
         manager = find("torch._dynamo.guards.CheckFunctionManager")
@@ -188,11 +196,15 @@ class _Guards:
         self._skips_hooks = bool(getattr(find("torch._dynamo.config"), "skip_nnmodule_hook_guards", False))
         self._check = check
         self.unsaved: dict[str, Unsaved] = {}
+        self.texts: set[str] = set()
+        self.read_environment = False
 
     def are_saved(self, guards: Sequence[Any]) -> list[bool]:
         return list(map(self._is_saved, guards))
 
     def _is_saved(self, entry: Any) -> bool:
+        self.read_environment |= id(entry.value) in self._ENVIRONMENT
+        self.texts.update(_as_text(entry.value))
         if entry.guard_type == self._ON_HOOKS and self._skips_hooks:
             return False
         guard = entry.orig_guard
@@ -239,6 +251,25 @@ def _sources(info: Any) -> Iterator[tuple[str, int, str]]:
         if each.module.partition(".")[0] != "torch":
             lines = each.content.splitlines(keepends=True)
             yield each.module, each.firstlineno, "".join(lines[each.firstlineno - 1 : each.lastlineno - 1])
+
+
+def _texts(info: Any) -> Iterator[str]:
+    """The constant texts in functions that were traced, but for torch's own."""
+    for each in info.inlined_sources:
+        if each.module.partition(".")[0] != "torch":
+            for node in ast.walk(_parsed(each.content)):
+                if isinstance(node, ast.Constant) and each.firstlineno <= node.lineno < each.lastlineno:
+                    yield from _as_text(node.value)
+
+
+@lru_cache(maxsize=16)
+def _parsed(content: str) -> ast.Module:
+    return ast.parse(content)
+
+
+def _as_text(value: object) -> Iterator[str]:
+    if type(value) is str or type(value) is bytes:
+        yield os.fsdecode(value)
 
 
 @contextmanager

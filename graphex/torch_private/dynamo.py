@@ -464,6 +464,12 @@ def compiled_version(function: Any, values: dict[str, Any]) -> str | None:
     return None
 
 
+def compilations_of(code: CodeType, backend: object) -> set[str]:
+    """The compilations of a function for a backend that Dynamo keeps: ``0/0``, ``0/1``."""
+    kept = [entry for entry in _cache_entries(code) if getattr(entry, "backend", None) == backend]
+    return {str(getattr(entry, "compile_id", "")) for entry in kept}
+
+
 def cached_backends_equal_to(backend: object) -> list[object]:
     """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
     return [other for other in _cached_backends.values() if other is not backend and other == backend]

@@ -6,7 +6,7 @@ Every name is optional. Without one, a graph break or a recompilation has no cau
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import GraphModule
 from torch.nn import Module
 
-from graphex.torch_private.dynamo import RESUME_PREFIX, compiling_frame
+from graphex.torch_private.dynamo import RESUME_PREFIX, compilations_of, compiling_frame
 from graphex.torch_private.lookup import private
 
 _NO_BREAKS = "a graph after a break does not say what broke"
@@ -71,19 +71,35 @@ def attempts() -> list[Any]:
     return list(_metrics())
 
 
-def given_up_since(known: Sequence[Any]) -> Iterator[tuple[str, Break]]:
+def given_up_since(known: Sequence[Any], code: CodeType | None = None) -> Iterator[tuple[str, Break]]:
     """The functions that Dynamo gave up on, beyond the attempts that are known: the name of each, and why.
 
-    Python runs such a function as it is.
+    Python runs such a function as it is. With `code`, only the function of this code.
     """
     for each in attempts():
         if any(each is old for old in known) or getattr(each, "fail_type", None) != "Unsupported":
+            continue
+        if code is not None and (each.co_filename, each.co_firstlineno) != (code.co_filename, code.co_firstlineno):
             continue
         name = getattr(each, "co_name", None) or "a function"
         file = getattr(each, "fail_user_frame_filename", None) or getattr(each, "co_filename", None)
         line = getattr(each, "fail_user_frame_lineno", None) or getattr(each, "co_firstlineno", None)
         frames = (traceback.FrameSummary(file, line, name),) if file and line else ()
         yield name, Break(str(getattr(each, "fail_reason", "")), frames)
+
+
+def breaks_without_graph(code: CodeType, backend: object, compile_ids: Collection[str]) -> Iterator[tuple[str, Break]]:
+    """The breaks in a function that Dynamo compiled for a backend, and found no ops in to hand over.
+
+    `compile_ids` are those of the graphs that the backend was given. Breaks are known by their lines: those of another
+    object with the same function count too.
+    """
+    if compilations_of(code, backend).issubset(compile_ids):
+        return
+    lines = {line for *_, line in code.co_lines()}
+    for found in map(_break_of, _break_reasons):
+        if found.stack and found.stack[0].filename == code.co_filename and found.stack[0].lineno in lines:
+            yield _name_of(code.co_qualname, {}), found
 
 
 def _break_of(reason: Any) -> Break:

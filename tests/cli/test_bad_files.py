@@ -80,6 +80,20 @@ def test_paths_without_a_file_are_said(good: Path, tmp_path: Path) -> None:
         assert str(path) in assert_one_sentence(call("report", "diff", good, path))
 
 
+def test_a_file_in_the_place_of_a_command_is_told_the_command(good: Path, script: Path) -> None:
+    for command in (("report", good), (good,), ("explain", good), ("run", good)):
+        assert f"write graphex report open {good}" in assert_one_sentence(call(*command))
+    assert f"write graphex explain {script}" in assert_one_sentence(call(script))
+    assert "there are clear, export" in assert_one_sentence(call("cache", "graphs.tar.gz"))
+
+
+def test_where_there_is_no_report_it_is_said_how_to_write_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary.html").write_bytes(bytes(range(256)))
+    for path in ((), ("missing.html",), ("binary.html",)):
+        assert "`graphex explain SCRIPT`" in assert_one_sentence(call("report", "open", *path))
+
+
 def test_a_report_that_was_cut_off_is_none(good: Path, tmp_path: Path) -> None:
     data = json.dumps(read_data(good)).encode()
     page = good.read_bytes()
@@ -180,6 +194,36 @@ def test_a_folder_that_goes_away_during_the_run_costs_the_report_and_nothing_els
     ended = call("explain", "-o", folder / "r.html", script)
     assert "cannot be written" in assert_one_sentence(ended)
     assert "device ops" in ended.stdout
+
+
+# -- settings and archives ---------------------------------------------------------------------------------------------
+
+
+def test_a_setting_without_a_name_is_told_what_one_looks_like(script: Path) -> None:
+    for text in ("verify", "=1"):
+        assert "--set takes NAME=VALUE, such as verify=true" in assert_one_sentence(
+            call("explain", "--set", text, script)
+        )
+
+
+def test_a_rule_that_nothing_has_ends_the_script_without_a_traceback(script: Path, tmp_path: Path) -> None:
+    ended = call("explain", "-o", tmp_path / "r.html", "--set", "disable_rules=qqqq", script)
+    assert ended.exit_code == 1
+    assert "ended early: OptionError: option 'disable_rules' names 'qqqq'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("text", [b"", b"hello", bytes(range(256))], ids=["empty", "text", "binary"])
+def test_a_file_that_is_no_archive_is_told_what_writes_one(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "graphs.tar.gz"
+    path.write_bytes(text)
+    assert "`graphex cache export` writes an archive" in assert_one_sentence(call("cache", "import", "--yes", path))
+
+
+def test_a_cache_that_is_no_folder_is_told_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "file"))
+    assert "Set GRAPHEX_CACHE_DIR" in assert_one_sentence(call("cache", "list"))
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------

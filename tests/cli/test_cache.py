@@ -90,7 +90,7 @@ def test_an_archive_takes_graphs_elsewhere(two, run, tmp_path, monkeypatch):  # 
 
 
 def test_an_archive_in_a_folder_that_does_not_exist_is_refused(two, tmp_path):
-    assert f"'{tmp_path / 'none'}' is no directory. Make it first." in called(
+    assert f"'{tmp_path / 'none'}' is no directory. Make it first, or give another PATH." in called(
         "export", tmp_path / "none" / "a.gz", code=2
     )
 

@@ -476,9 +476,10 @@ def test_two_wrong_rules_are_both_left_out():
     assert "Verified: 1 of 1 graphs equal the original, without rules 'a', 'b'" in report.summary()
 
 
-def test_the_script_that_shows_a_wrong_rule_has_its_name(capsys):
+def test_the_script_that_shows_a_wrong_rule_has_its_name(capsys, tmp_path_factory):
     (record,) = expect_report(right(), wrong()).journal.verifications
     assert Path(record.repro).name == "repro_wrong.py"
+    assert Path(record.repro).is_relative_to(tmp_path_factory.getbasetemp())  # tests leave nothing elsewhere
     runpy.run_path(record.repro, run_name="__main__")
     assert capsys.readouterr().out.startswith("the graphs before and after rule 'wrong' disagree")
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import graphex
 from graphex.loops import step_program
@@ -231,6 +233,33 @@ def fsdp_of_compiled_blocks(backend: str) -> Run:
     return done
 
 
+def fsdp_of_checkpoints(backend: str) -> Run:
+    model = seeded(Stack)
+    model.first, model.second = map(checkpoint_wrapper, (model.first, model.second))
+    for block in (model.first, model.second):
+        fully_shard(block)
+    done = train(torch.compile(fully_shard(model), backend=backend), model)
+    if done.journal is not None:
+        done.notes["computes again"] = any(each.status == "computed again" for each in done.journal.activations)
+    return done
+
+
+class Checkpoints(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=False), use_reentrant=False).sin()
+
+
+def checkpoints_of_fsdp(backend: str) -> Run:
+    """FSDP's hooks inside of a checkpoint: Dynamo leaves all of it to Python, and the journal says where."""
+    model = seeded(Checkpoints)
+    for block in (model.first, model.second):
+        fully_shard(block)
+    done = train(torch.compile(fully_shard(model), backend=backend), model)
+    if done.journal is not None:
+        done.notes["says where"] = any("return checkpoint(self.second" in each.line for each in done.journal.breaks)
+    return done
+
+
 def tensor_parallel(backend: str) -> Run:
     model = seeded(Stack)
     for block in (model.first, model.second):
@@ -302,6 +331,8 @@ SCENARIOS: dict[str, Callable[[str], Run]] = {
         ddp_explained,
         fsdp,
         fsdp_of_compiled_blocks,
+        fsdp_of_checkpoints,
+        checkpoints_of_fsdp,
         tensor_parallel,
         sequence_parallel,
         train_step_of_ddp,

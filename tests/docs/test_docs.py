@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -48,6 +49,13 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@pytest.fixture
+def folders_of_the_run(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page and an example write to temporary folders, as a user would: among the files of the run."""
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: str(tmp_path_factory.mktemp("folder")))
+
+
+@pytest.mark.usefixtures("folders_of_the_run")
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_every_python_block_runs_and_prints_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -104,6 +112,7 @@ def test_a_block_taken_from_a_file_is_that_file(page: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+@pytest.mark.usefixtures("folders_of_the_run")
 def test_every_example_runs_and_is_shown_in_the_docs(example: Path) -> None:
     assert any(block.marker == f"file: {name_of(example)}" for page in WITH_CODE for block in blocks(page))
     if example.stem != "huggingface":  # below it runs, and what it finds is looked at

@@ -121,6 +121,41 @@ def test_a_function_that_dynamo_gives_up_on_is_named_with_the_line():
     assert "'in_a_loop' runs in eager: graph break at" in report.summary()
 
 
+def only_breaks(x: Tensor) -> Tensor:
+    print(end="")
+    print("", end="")
+    return x
+
+
+def test_a_function_with_breaks_and_no_graph_says_where_they_are():
+    compiled = torch.compile(only_breaks, backend="graphex")
+    assert not graphex.journal(compiled).records  # it was not called
+    compiled(torch.ones(3))
+    for journal in (graphex.journal(compiled), graphex.journal(compiled), graphex.explain(only_breaks, (1,)).journal):
+        found = [(each.graph, each.function, each.line.partition(": ")[2]) for each in journal.breaks]
+        assert found == [("-", "only_breaks", 'print(end="")'), ("-", "only_breaks", 'print("", end="")')]
+
+
+def test_the_journal_of_a_function_that_dynamo_gives_up_on_says_why():
+    (found,) = compiled_journal(in_a_loop, [torch.ones(3)]).breaks
+    assert (found.graph, found.function, found.cause) == ("-", "in_a_loop", "`print`")
+
+
+def test_a_break_inside_of_torch_is_at_the_line_of_the_user():
+    """A hook that is not traced, such as those of FSDP, inside of a checkpoint: Python runs all of it."""
+    layer = nn.Linear(3, 3)
+    layer.register_forward_pre_hook(torch._dynamo.disable(lambda *_: None))
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+
+    journal = compiled_journal(checkpointed, [torch.ones(3)])
+    assert not journal.graphs
+    (found,) = journal.breaks
+    assert found.line.endswith("return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)")
+    assert "it is called at module.py:" in found.reason
+
+
 def test_a_model_without_breaks_says_nothing_about_them():
     report = graphex.explain(sized, (torch.ones(3),))
     assert not report.journal.breaks

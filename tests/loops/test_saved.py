@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import sys
@@ -303,6 +304,53 @@ def test_what_classes_and_containers_hold_is_compared(holder, name, other, told,
     monkeypatch.setattr(holder, name, other)
     with pytest.raises(graphex.InputError, match=re.escape(told)):
         graphex.load(path, Rated())
+
+
+def reads_by_get(x, name):
+    return x * 5 if os.environ.get("SAVED_SWITCH") == "on" else x + 1
+
+
+def reads_by_getenv(x, name):
+    return x * 5 if os.getenv("SAVED_SWITCH") == "on" else x + 1
+
+
+def reads_whether_it_is_set(x, name):
+    return x * 5 if "SAVED_SWITCH" in os.environ else x + 1
+
+
+def reads_a_name_it_is_given(x, name):
+    return x * 5 if os.getenv(name) == "on" else x + 1
+
+
+class Switched(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.switch = read, "SAVED_SWITCH"
+
+    def forward(self, x):
+        return self.read(x, self.switch)
+
+
+def set_switch(monkeypatch, value):
+    if value is None:
+        monkeypatch.delenv("SAVED_SWITCH", raising=False)
+    else:
+        monkeypatch.setenv("SAVED_SWITCH", value)
+
+
+@pytest.mark.parametrize("read", [reads_by_get, reads_by_getenv, reads_whether_it_is_set, reads_a_name_it_is_given])
+@torch.no_grad()
+def test_a_variable_of_the_environment_that_traced_code_reads_is_compared(read, tmp_path, monkeypatch):
+    path = tmp_path / "model.graphex"
+    for before, now, told in ((None, "on", "not set; here it is 'on'"), ("off", None, "'off'; here it is not set")):
+        set_switch(monkeypatch, before)
+        torch._dynamo.reset()
+        graphex.save(Switched(read), (torch.ones(2),), path)
+        monkeypatch.setenv("SAVED_OTHER", f"of no matter {now}")
+        graphex.load(path, Switched(read))
+        set_switch(monkeypatch, now)
+        with pytest.raises(graphex.InputError, match=f"the environment variable SAVED_SWITCH was {told}"):
+            graphex.load(path, Switched(read))
 
 
 @torch.no_grad()

@@ -9,9 +9,8 @@ from tests.harness.processes import python
 pytest.importorskip("triton", reason="needs triton (Linux)")
 
 PROGRAM = """
-import os, sys, tempfile, threading
+import os, sys, threading
 from pathlib import Path
-os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
 Path(os.environ["GRAPHEX_CACHE_DIR"], "native").write_text("")
 interval = sys.getswitchinterval()
 from graphex.kernels import compiled
@@ -37,5 +36,5 @@ assert any("native is no folder" in record.reason for record in journal.fallback
 """
 
 
-def test_threads_start_once_and_the_journal_says_what_they_could_not_do():
-    python("-c", PROGRAM)
+def test_threads_start_once_and_the_journal_says_what_they_could_not_do(tmp_path):
+    python("-c", PROGRAM, GRAPHEX_CACHE_DIR=str(tmp_path))

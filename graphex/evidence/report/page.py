@@ -116,8 +116,8 @@ def read_data(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise InputError(f"'{path}' is no file. Give the path of a report.")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8", errors="replace")  # a binary file is no report
+    except OSError as error:
         raise InputError(f"'{path}' cannot be read: {error}. Give the path of a report.") from error
     found = _DATA.search(text)
     try:
