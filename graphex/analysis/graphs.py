@@ -29,8 +29,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.torch_private.graphs import graph_module
+from graphex.torch_private.symbolic import pytree
 
 T = TypeVar("T", bound=Hashable)
+
+
+def devices_of(graph: Graph) -> set[torch.device]:
+    """The devices that the tensors of a graph are on."""
+    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
 
 
 @cache

@@ -30,7 +30,7 @@ import graphex
 from graphex import env
 from graphex.analysis.asynchronous import declarations as asynchronous_declarations
 from graphex.analysis.dependencies import writes_to
-from graphex.analysis.graphs import attribute_of
+from graphex.analysis.graphs import attribute_of, devices_of
 from graphex.analysis.inplace_variants import declarations as variant_declarations
 from graphex.cache.graphs import Row, graph_rows
 from graphex.cache.sources import NoFingerprintError, fingerprint
@@ -98,7 +98,7 @@ def key_of(
     `about` says what else decides how the graph is compiled, such as its static inputs; `conditions` are those on its
     symbolic sizes, and `lines` its nodes' own.
     """
-    parts = key_parts(devices_of(gm), config, decompositions, phase)
+    parts = key_parts(device_names(gm), config, decompositions, phase)
     parts["about"] = {what: repr(value) for what, value in about.items()}
     rows = [*graph_rows(gm.graph, lambda node: _noted(gm, node)), {"conditions": repr(conditions)}]
     return Key(name, parts, rows, lines)
@@ -187,9 +187,8 @@ def machine_of(devices: Sequence[str]) -> Parts:
     return {**_machine(), "devices": {name: _device(name) for name in devices}}
 
 
-def devices_of(gm: GraphModule) -> list[str]:
-    values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
-    return sorted({str(value.device) for value in values if isinstance(value, Tensor)})
+def device_names(gm: GraphModule) -> list[str]:
+    return sorted(map(str, devices_of(gm.graph)))
 
 
 @cache

@@ -56,7 +56,7 @@ from graphex.cache.artefacts import (
     records_of,
 )
 from graphex.cache.graphs import TRACE, CannotStoreError, Packer, Row, row_of
-from graphex.cache.keys import Key, devices_of, difference, key_of, key_parts, nearest, text_of
+from graphex.cache.keys import Key, device_names, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
 from graphex.cache.store import Store, name_of
 from graphex.errors import one_line
@@ -140,7 +140,7 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
     if not is_on and not compilation.is_ahead:
         return search
     try:
-        check_wanted(compilation, devices_of(gm))
+        check_wanted(compilation, device_names(gm))
         search.mode = _fake_mode(gm)
         _check_streams(gm)
         search.given = Given.of(gm)

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule
 
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.effects import calls_of_ours
+from graphex.analysis.graphs import devices_of
 from graphex.cache.artefacts import (
     LARGEST_CONSTANTS,
     Artefact,
@@ -49,7 +50,7 @@ from graphex.rewrite.metadata import correct_layouts, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.executable import build_executable, device_for, devices_of
+from graphex.runtime.executable import build_executable, device_for
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.native import load_in_background
 from graphex.runtime.program import DebugTools, Deferred, ExecutableGraph, FunctionalProgram, Program
@@ -307,7 +308,7 @@ def sizes_of(gm: GraphModule) -> tuple[int, int, int, tuple[str, ...]]:
     nodes = list(gm.graph.nodes)
     inputs = sum(node.op == "placeholder" for node in nodes)
     outputs = sum(len(pytree.tree_leaves(node.args)) for node in nodes if node.op == "output")
-    return len(nodes), inputs, outputs, tuple(sorted(str(device) for device in devices_of(gm)))
+    return len(nodes), inputs, outputs, tuple(sorted(str(device) for device in devices_of(gm.graph)))
 
 
 # -- portable programs -------------------------------------------------------------------------------------------------

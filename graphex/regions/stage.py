@@ -39,10 +39,11 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.graphs import attribute_of
+from graphex.analysis.graphs import attribute_of, devices_of
 from graphex.analysis.memory import tail_of
 from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
+from graphex.device import several_accelerators
 from graphex.env import regions_enabled
 from graphex.errors import one_line
 from graphex.ops.tokens import has_odd_products, tile_height
@@ -99,8 +100,11 @@ class CompileRegions(GraphPass):
         return super().enabled(config) and regions_enabled() and not config.dump_tensor_data
 
     def apply(self, work: Work) -> None:
-        device = device_of(work.graph)
-        if device is None or not work.allows(self.rule) or not any(map(is_generated, work.graph.nodes)):
+        if not work.allows(self.rule) or not any(map(is_generated, work.graph.nodes)):
+            return
+        if several := several_accelerators(devices_of(work.graph)):
+            self._say(work, NOTHING, f"its tensors are on {several}, and a region is compiled for one device")
+        if (device := device_of(work.graph)) is None:
             return
         if reason := _why_not_grown(work.graph) or _why_not_rounded(work, device):
             self._say(work, NOTHING, reason)
@@ -195,8 +199,7 @@ class CompileRegions(GraphPass):
 
 def device_of(graph: Graph) -> torch.device | None:
     """The one device that regions of a graph are compiled for: an accelerator before the CPU; None without tensors."""
-    values = pytree.tree_leaves([node.meta.get("val") for node in graph.nodes])
-    devices = {value.device for value in values if isinstance(value, Tensor)}
+    devices = devices_of(graph)
     accelerators = sorted(map(str, (device for device in devices if device.type not in ("cpu", "meta"))))
     if len(accelerators) > 1:
         return None

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.aliasing import RETURNED
 from graphex.analysis.effects import inlined, is_kernel
-from graphex.analysis.graphs import attribute_of
+from graphex.analysis.graphs import attribute_of, devices_of
 from graphex.analysis.memory import bytes_of, cut_tail
 from graphex.analysis.row_independence import MixedRowsError
 from graphex.device import Device, device_of, several_accelerators
@@ -143,7 +143,7 @@ def _may_be_captured(graph: ExecutableGraph) -> bool:
     config = graph.compilation.config
     if config.force_eager or config.mode in ("eager", "max-autotune-no-cudagraphs"):
         return False
-    if several := several_accelerators(devices_of(graph.gm)):
+    if several := several_accelerators(devices_of(graph.gm.graph)):
         graph.fall_back("the graph runs without capture", f"its tensors are on {several}")
         return False
     if not graph.device.captures or not any(map(is_kernel, graph.gm.graph.nodes)):
@@ -415,9 +415,4 @@ def written_constants(gm: GraphModule) -> list[torch.Tensor]:
 
 
 def device_for(gm: GraphModule) -> Device:
-    return device_of(devices_of(gm))
-
-
-def devices_of(gm: GraphModule) -> set[torch.device]:
-    values = (node.meta.get("val") for node in gm.graph.nodes)
-    return {value.device for value in values if isinstance(value, torch.Tensor)}
+    return device_of(devices_of(gm.graph))

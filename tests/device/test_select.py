@@ -34,6 +34,13 @@ def test_a_graph_on_two_gpus_is_not_captured_and_says_so() -> None:
         assert reasons("cuda:0", "cuda:1") == ["its tensors are on cuda:0 and cuda:1"]
 
 
+def test_a_graph_on_two_gpus_has_no_regions_and_says_so(monkeypatch) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    assert reasons("cuda:0", "cuda:1", mode="eager") == [
+        "its tensors are on cuda:0 and cuda:1, and a region is compiled for one device"
+    ]
+
+
 def test_nobody_who_asked_for_no_capture_is_told_that_there_is_none() -> None:
     assert reasons("cuda:0", "cuda:1", mode="eager") == []
 
