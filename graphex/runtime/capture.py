@@ -140,7 +140,7 @@ class CapturedProgram(program.GraphProgram):
 
     def call(self, args: list[Any]) -> Any:
         if program.held_back:
-            program.held_back[-1](args)
+            program.note(args)
             return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
