@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
@@ -334,7 +335,11 @@ _waiting_for_readers: list[CapturedGraph] = []  # of the process: they outlive t
 
 def free_what_was_read() -> None:
     """Free the graphs that waited for readers of their results, where there are none any more."""
-    for graph in [_waiting_for_readers.pop() for _ in range(len(_waiting_for_readers))]:
+    waiting: list[CapturedGraph] = []
+    with suppress(IndexError):  # there are no more, or another thread has taken the last one
+        while True:
+            waiting.append(_waiting_for_readers.pop())
+    for graph in waiting:
         lock = graph.pool.turn.lock
         if lock.acquire(blocking=False):
             try:
@@ -491,7 +496,9 @@ class Store:
         return evicted
 
     def drop(self, slot: Slot) -> None:
-        graph = self._graphs.pop(slot)
+        graph = self._graphs.pop(slot, None)
+        if graph is None:  # it was freed meanwhile, with a model that is gone
+            return
         self._known[slot.key] -= 1
         if not self._known[slot.key]:
             del self._known[slot.key]
