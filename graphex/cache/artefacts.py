@@ -397,7 +397,7 @@ class Awaiting(Program):
         self._began = time.perf_counter()
         self._calls = 0
         self._codes: list[RegionCode | str] | None = None  # None until they are there, and after they are in use
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call in the middle
         self._note("begun")
         threading.Thread(target=self._wait, name="graphex regions", daemon=True).start()
 

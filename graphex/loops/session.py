@@ -249,7 +249,8 @@ class Sessions:
                 self._idle[key] = found
         if session is None:
             session = Session(model, wanted, options)
-            self._made.add(session)
+            with self._lock:
+                self._made.add(session)
         session.tensors = tensors
         try:
             yield session
@@ -280,7 +281,8 @@ class Sessions:
     @property
     def compiled(self) -> list[Journal]:
         """The journals of the sessions that are still there."""
-        return [session.journal for session in self._made]
+        with self._lock:
+            return [session.journal for session in self._made]
 
 
 def tensors_of(model: Any) -> list[Tensor]:

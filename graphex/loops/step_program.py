@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
-from graphex.torch_private.dynamo import is_seen_by_a_mode, profiler_enabled
+from graphex.torch_private.dynamo import inside, is_seen_by_a_mode, of_thread, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes
 from graphex.torch_private.symbolic import pytree
@@ -373,14 +373,15 @@ class TrainStep:
         late: list[bool] = []
         sparse: list[bool] = []
 
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer) -> None:
             late.append(bool(deferred))
             sparse.append(self._state.has_sparse_gradients(optimizer))
             if not any(optimizer is each for each in self._state.found.optimizers):
                 unknown.append(optimizer)
 
         with ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+            _register_hook()
+            stack.enter_context(inside(_STEPS, before_step))
             stack.enter_context(captures_held_back(_nothing if seen is None else seen.note))
             told = _nothing if seen is None else seen.refuse
             stack.enter_context(self._state.rates_as_tensors(told))
@@ -534,6 +535,23 @@ class TrainStep:
 
 
 def _nothing(what: Any) -> None: ...
+
+
+_STEPS = "graphex training steps"
+
+
+@cache
+def _register_hook() -> None:
+    """Let steps see the optimizers that step inside of them.
+
+    The hook stays: torch walks through all hooks in each step of any optimizer, in any thread.
+    """
+    register_optimizer_step_pre_hook(_before_optimizer)
+
+
+def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for before_step in of_thread(_STEPS):
+        before_step(optimizer)
 
 
 def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:

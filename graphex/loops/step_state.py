@@ -379,7 +379,7 @@ class StepState:
         return (
             any(each.get(name) for each in held for name in (*_HOOKS, *_STEP_HOOKS))
             or any(each._backward_hooks or getattr(each, _GRADIENT_HOOKS, None) for each in self.parameters)
-            or bool(global_hooks())
+            or not all(map(_is_ours, global_hooks()))
         )
 
     # -- optimizers ------------------------------------------------------------------------------------------------
@@ -512,7 +512,11 @@ _HOOKS = {
 
 _GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
 _STEP_HOOKS = {"_optimizer_step_pre_hooks": "a step pre-hook", "_optimizer_step_post_hooks": "a step post-hook"}
-_OWN = "graphex.loops.step_program"  # registers a hook for as long as a step runs
+_OWN = "graphex.loops.step_program"  # has a hook for all optimizers
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == _OWN
 
 
 def users_hook(owners: Iterable[nn.Module | Optimizer], *, harmless: str = "") -> str:
@@ -522,7 +526,7 @@ def users_hook(owners: Iterable[nn.Module | Optimizer], *, harmless: str = "") -
     """
 
     def counts(hook: Any) -> bool:
-        return getattr(hook, "__module__", None) not in (_OWN, harmless)
+        return not _is_ours(hook) and getattr(hook, "__module__", None) != harmless
 
     if any(map(counts, global_hooks())):
         return "a hook for all modules, or for all optimizers, is run by Python"

@@ -85,9 +85,11 @@ class CapturedProgram(program.GraphProgram):
         kinds: dict[int, str],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
+        in_turn: bool = False,
     ) -> None:
         """`kinds` are the outputs that get out in another way than the options say (see `buffers`). `from_pieces` are
         the inputs that other pieces have made; None if all come from the user. `tail` runs after each replay.
+        `in_turn`: the caller has the pool's turn, before and after a call.
         """
         gm, device, compilation = graph.gm, graph.device, graph.compilation
         config = compilation.config
@@ -107,7 +109,7 @@ class CapturedProgram(program.GraphProgram):
         self._key = KeyReader(gm, aliases, device)
         self._guards = ReplayGuards(device, self._key.switches)
         self._pool = pool or pool_for(device, config.use_graph_pool)
-        self._turn = self._pool.turn
+        self._turn, self._in_turn = self._pool.turn, in_turn
         self._arena = Arena()
         self._store = Store(self._limit)
         self._failed: set[Key] = set()  # keys that could not be captured
@@ -138,23 +140,29 @@ class CapturedProgram(program.GraphProgram):
 
     def call(self, args: list[Any]) -> Any:
         if program.held_back:
-            program.held_back[-1](args)
+            program.note(args)
             return self._run(args)
         if self._gave_up or self._device.is_capturing() or self._is_watched(args):
             return self._run(args)
         key, turn = self._key(args), self._turn
+        if self._in_turn:
+            graph = self._free_graph(key, args)
+            return self._run(args) if graph is None else self._replay(graph, args)
         with turn.lock:
             if turn.is_running:  # by a finalizer or a signal handler, which the lock lets in
-                self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
-                return self._run(args)
+                return self.run_in_between(args)
             turn.is_running = True
             try:
-                self._look_for_gradients(args)
-                graph = self._graph(key, args)
-                if graph is not None and not self._is_in_use(graph, args):
+                graph = self._free_graph(key, args)
+                if graph is not None:
                     return self._replay(graph, args)
             finally:
                 turn.is_running = False
+        return self._run(args)
+
+    def run_in_between(self, args: list[Any]) -> Any:
+        """Run a call that is made in the middle of another one, which the graphs and their memory belong to."""
+        self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
         return self._run(args)
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
@@ -264,8 +272,14 @@ class CapturedProgram(program.GraphProgram):
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 
+    def _free_graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
+        """The graph to replay, if nothing that a replay would write to is in use; None to run this call eagerly."""
+        self._look_for_gradients(args)
+        graph = self._graph(key, args)
+        return None if graph is None or self._is_in_use(graph, args) else graph
+
     def _graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
-        """The graph to replay; None to run this call eagerly."""
+        """The graph of this call; None if it has none."""
         graph, moved = self._find(key, args)
         fits = graph is not None and not moved
         is_replaced = graph is not None and graph.storage_replaced()

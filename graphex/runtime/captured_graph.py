@@ -495,7 +495,9 @@ class Store:
         return evicted
 
     def drop(self, slot: Slot) -> None:
-        graph = self._graphs.pop(slot)
+        graph = self._graphs.pop(slot, None)
+        if graph is None:  # it was freed meanwhile, with a model that is gone
+            return
         self._known[slot.key] -= 1
         if not self._known[slot.key]:
             del self._known[slot.key]

@@ -187,7 +187,8 @@ def _padded(graph: ExecutableGraph, run: Boxed, layout: Layout) -> Program:
     pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
     static = [index for index in graph.static_inputs if index not in layout.inputs]
     kinds = dict.fromkeys(range(len(layout.leaves)), "lent")
-    return Padding(graph, layout, CapturedProgram(graph, run, static, pool=pool, kinds=kinds), pool)
+    captured = CapturedProgram(graph, run, static, pool=pool, kinds=kinds, in_turn=True)
+    return Padding(graph, layout, captured, pool)
 
 
 def _kept_by_torch(graph: ExecutableGraph) -> range:
@@ -254,7 +255,7 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
     in_time = division.captured[:-1] if graph.compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
     runs: list[Boxed] = []
-    programs: list[Program] = []
+    programs: list[CapturedProgram] = []
     for number, piece in enumerate(division.pieces):
         part = _piece(graph, number, piece)
         run = generated(part)

@@ -365,9 +365,10 @@ class StepBypass(Bypass):
 
     def complete(self, step: PlainStep | None, backward: Program) -> None:
         """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
-        self.step, self.backward = step, backward
+        self.backward = backward
         self.constant = picker(() if step is None else step.constant)
         self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")
+        self.step = step  # the last of them: from now on forwards of other threads may be handed over
         if step is None:
             self._is_plain = False
 

@@ -23,9 +23,10 @@ from graphex.analysis.aliasing import Storage
 from graphex.analysis.row_independence import MixedRowsError, Rows
 from graphex.analysis.shapes import known_equal
 from graphex.runtime.buffers import empty_for
+from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import host_outputs, output_leaves, returns_one
 from graphex.runtime.captured_graph import Pool
-from graphex.runtime.program import ExecutableGraph, GraphProgram, Program
+from graphex.runtime.program import ExecutableGraph, GraphProgram
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
 from graphex.torch_private.symbolic import evaluated, free_symbols, symbol_of
@@ -125,9 +126,12 @@ def _check_that_results_are_alone(leaves: list[Node], aliases: Aliases) -> None:
 
 
 class Padding(GraphProgram):
-    """Pads a call to the next of `sizes`, runs it, and cuts its results."""
+    """Pads a call to the next of `sizes`, runs it, and cuts its results.
 
-    def __init__(self, graph: ExecutableGraph, layout: Layout, run: Program, pool: Pool) -> None:
+    It has the pool's turn until the results are cut: they are in the memory of the pool, and inputs in its own buffers.
+    """
+
+    def __init__(self, graph: ExecutableGraph, layout: Layout, run: CapturedProgram, pool: Pool) -> None:
         """`run` may hand out memory of its own: results are copied out of it here."""
         super().__init__(run.written)
         assert graph.functional is not None
@@ -150,11 +154,18 @@ class Padding(GraphProgram):
         place = bisect_left(self._sizes, size)
         wanted = self._sizes[place] if place < len(self._sizes) and size else None
         self._counter["padded"] += wanted not in (None, size)
-        with self._pool.turn.lock:
-            self._pool.wait_for_last_replay()
-            numbers = self._numbers and self._numbers[1](list(args))
-            results = self._run(args if wanted is None else self._padded(args, size, wanted))
-            return self._cut((results,) if self._returns_one else results, size, numbers)
+        turn = self._pool.turn
+        with turn.lock:
+            if turn.is_running:
+                return self._run.run_in_between(args)
+            turn.is_running = True
+            try:
+                self._pool.wait_for_last_replay()
+                numbers = self._numbers and self._numbers[1](list(args))
+                results = self._run(args if wanted is None else self._padded(args, size, wanted))
+                return self._cut((results,) if self._returns_one else results, size, numbers)
+            finally:
+                turn.is_running = False
 
     def _padded(self, args: list[Any], size: int, wanted: int) -> list[Any]:
         buffers = self._buffers.get(wanted)

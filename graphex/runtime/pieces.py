@@ -44,10 +44,11 @@ from graphex.analysis.effects import (
 from graphex.analysis.graphs import attribute_of, extract, values_from_outside
 from graphex.device import Device
 from graphex.errors import Refusal
+from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import output_leaves, returns_one
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.program import ExecutableGraph, GraphProgram, Program, counted
+from graphex.runtime.program import ExecutableGraph, GraphProgram, counted
 from graphex.runtime.streams import (
     MemoryOfPiece,
     add_missing_events,
@@ -407,9 +408,13 @@ TIMED_CALL = 3  # the first warms up, the second captures
 
 @dataclass(frozen=True)
 class PieceCall:
-    """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards."""
+    """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards.
+
+    `in_between` does the same without the memory in which captured pieces hand values on.
+    """
 
     run: Boxed
+    in_between: Boxed
     captured: bool
     reads: list[int]
     writes: list[int]
@@ -419,7 +424,8 @@ class PieceCall:
 class Piecewise(GraphProgram):
     """Runs the pieces one after the other.
 
-    Pieces hand values to each other in the memory of their device graphs, so one call at a time.
+    Pieces hand values to each other in the memory of their device graphs, so one call at a time. A call in the middle
+    of another, by a finalizer or a signal handler, replays nothing.
     """
 
     def __init__(
@@ -427,7 +433,7 @@ class Piecewise(GraphProgram):
         graph: ExecutableGraph,
         pieces: Sequence[Piece],
         runs: Sequence[Boxed],
-        captured: Sequence[Program],
+        captured: Sequence[CapturedProgram],
         pool: Pool,
     ) -> None:
         """`captured` are those of the `runs` that have graphs to free."""
@@ -438,6 +444,7 @@ class Piecewise(GraphProgram):
         self._pool, self._device, self._counter = pool, graph.device, graph.counter
         self._functional = graph.functional
         self._calls = 0
+        self._is_running = False
         self._run = counted(self._run_steps, graph, in_pieces=True)
         slots = {node: place for place, node in enumerate(inputs)}
         for piece in pieces:
@@ -452,6 +459,7 @@ class Piecewise(GraphProgram):
         self._steps = [
             PieceCall(
                 run,
+                run.run_in_between if isinstance(run, CapturedProgram) else run,
                 piece.captured,
                 [slots[node] for node in piece.inputs],
                 [slots[node] for node in piece.outputs],
@@ -469,18 +477,26 @@ class Piecewise(GraphProgram):
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
         with self._pool.turn.lock:
-            self._calls += not self._device.is_capturing()
-            timed = self._calls == TIMED_CALL and not self._device.is_capturing()
-            for step in self._steps:
-                given = [values[slot] for slot in step.reads]
-                for slot in step.frees:
-                    values[slot] = None
-                run = step.run
-                results = self._timed(run, given) if timed and not step.captured else run(given)
-                for slot, result in zip(step.writes, results, strict=True):
-                    values[slot] = result
+            is_in_between, self._is_running = self._is_running, True
+            try:
+                self._fill(values, is_in_between)
+            finally:
+                self._is_running = is_in_between
         results = tuple(get(values) for get in self._returned)
         return results[0] if self._returns_one else results
+
+    def _fill(self, values: list[Any], is_in_between: bool) -> None:
+        """Run all pieces, each on the values that it reads."""
+        self._calls += not self._device.is_capturing()
+        timed = self._calls == TIMED_CALL and not self._device.is_capturing()
+        for step in self._steps:
+            given = [values[slot] for slot in step.reads]
+            for slot in step.frees:
+                values[slot] = None
+            run = step.in_between if is_in_between else step.run
+            results = self._timed(run, given) if timed and not step.captured else run(given)
+            for slot, result in zip(step.writes, results, strict=True):
+                values[slot] = result
 
     def free(self) -> None:
         for program in self._captured:

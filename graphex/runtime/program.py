@@ -58,7 +58,9 @@ from graphex.torch_private.dynamo import (
     dual_level,
     forget_modes_of_others,
     has_tangent,
+    inside,
     is_transformed,
+    of_thread,
 )
 from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
@@ -169,8 +171,7 @@ class Eager(Program):
     def __call__(self, args: list[Any]) -> Any:
         if not active:
             return self._run(args)
-        if held_back:
-            held_back[-1](args)
+        note(args)
         if not _thread.warming or not self.written:
             return self._run(args)
         tensors = [args[index] for index in self.written]
@@ -307,22 +308,33 @@ def warming_up() -> Iterator[list[Ran]]:
 
 
 Note = Callable[[list[Any]], None]
-held_back: list[Note] = []  # of the whole process: autograd runs a backward in a thread of its own
+held_back: list[Note] = []  # of the whole process: a capture of one thread may not bear that of another
+_NOTES = "graphex captures held back"
 
 
 @contextmanager
 def captures_held_back(note: Note) -> Iterator[None]:
-    """Graphs run as generated code, because something around them is captured. `note` sees the inputs of each."""
+    """Graphs run as generated code, because something around them is captured.
+
+    `note` sees the inputs of each that this thread runs, or a backward of this thread.
+    """
     global active
     with _lock:
         active += 1
         held_back.append(note)
     try:
-        yield
+        with inside(_NOTES, note):
+            yield
     finally:
         with _lock:
             active -= 1
             held_back.remove(note)
+
+
+def note(args: list[Any]) -> None:
+    """Show the inputs of a graph to whatever holds captures back around it."""
+    for see in of_thread(_NOTES)[-1:]:
+        see(args)
 
 
 def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:

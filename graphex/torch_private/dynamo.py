@@ -127,7 +127,29 @@ def forward_hooks_for_all() -> tuple[dict[int, Any], dict[int, Any]]:
 
 def global_hooks() -> list[Any]:
     """Hooks that run around every call of any module, and every step of any optimizer."""
-    return [hook for held in _hooks_for_all for hook in held.values()]
+    return [hook for held in _hooks_for_all for hook in list(held.values())]  # a thread may register one meanwhile
+
+
+_is_in_thread = private("torch._C._is_key_in_tls", lambda name: name in _of_process)
+_get_of_thread = private("torch._C._get_obj_in_tls", lambda name: _of_process[name])
+_give_thread = private("torch._C._stash_obj_in_tls", lambda name, value: _of_process.update({name: value}))
+_of_process: dict[str, tuple[Any, ...]] = {}  # where torch has nothing for a thread that its backwards have too
+
+
+def of_thread(name: str) -> tuple[Any, ...]:
+    """The values of a name that this thread is inside of, the outermost first; in a backward, those of its caller."""
+    return _get_of_thread(name) if _is_in_thread(name) else ()
+
+
+@contextmanager
+def inside(name: str, value: object) -> Iterator[None]:
+    """Give a name one more value for this thread, and for the threads that run its backwards."""
+    before = of_thread(name)
+    _give_thread(name, (*before, value))
+    try:
+        yield
+    finally:
+        _give_thread(name, before)
 
 
 def has_tangent(tensor: Tensor) -> bool:

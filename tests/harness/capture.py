@@ -8,9 +8,12 @@ assert (statuses(compiled), replays(compiled), reasons(compiled)) == (["captured
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +22,8 @@ from torch._dynamo import config as dynamo
 from torch.utils import _pytree as pytree
 
 import graphex
+
+_GRAPHEX = str(Path(graphex.__file__).parent)
 
 
 def replays(compiled: object) -> int:
@@ -69,6 +74,34 @@ def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
 
     with dynamo.patch(as_before), ThreadPoolExecutor(len(given)) as pool:
         list(pool.map(begin, given))
+
+
+def interrupted(call: Callable[[], None], other: Callable[[], None]) -> int:
+    """`call` again and again, each time with `other` before the next line that it runs in graphex, as a signal handler
+    or a finalizer would be called. Returns how many lines there were.
+    """
+    place, is_over = 0, False
+    while not is_over:
+        place, left = place + 1, place + 1
+
+        def stop_there(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(_GRAPHEX):
+                return None
+            left -= event == "line"
+            if event == "line" and not left:
+                sys.settrace(None)
+                other()
+            return stop_there
+
+        before = sys.gettrace()
+        sys.settrace(stop_there)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+        is_over = left > 0
+    return place - 1
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import graphex
+from graphex.torch_private.dynamo import global_hooks
+from tests.harness.capture import compile_it
 from tests.loops.step_contract import *  # noqa: F403
-from tests.loops.step_contract import adam, mlp, model_on, points, reasons, tokens, trained, written_out
+from tests.loops.step_contract import adam, close, count, mlp, model_on, points, reasons, tokens, trained, written_out
 
 
 def test_on_a_cpu_a_step_runs_as_it_is_and_equals_eager_bit_for_bit():
@@ -118,3 +122,46 @@ def test_the_backward_of_a_step_in_autocast_is_compiled_as_that_of_a_compiled_mo
     step(x)
     assert found == wanted
     assert all(found)
+
+
+def test_what_another_thread_does_meanwhile_is_no_part_of_a_step(where, monkeypatch):
+    """It evaluates a compiled model, more often from step to step, and steps an optimizer of its own."""
+    mine, theirs, other = (model_on(where, mlp) for _ in range(3))
+    evaluated, others = compile_it(other), torch.optim.Adam(other.parameters())
+    batches, calls, loss = points(where), itertools.count(1), functional.cross_entropy
+
+    def beside() -> None:
+        for _ in range(next(calls)):
+            evaluated(batches[0][0])
+        others.step()
+
+    def together(*args):
+        if count(step, "calls") < 3:
+            thread = Thread(target=beside)
+            thread.start()
+            thread.join()
+        return loss(*args)
+
+    step = graphex.train_step(written_out(mine, adam(mine)))
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "cross_entropy", together)
+        found = trained(step, batches)
+    close(found, trained(written_out(theirs, adam(theirs)), batches))
+    assert (count(step, "captured"), count(step, "replays"), reasons(step)) == (1, len(batches) - 3, [])
+    assert not others.param_groups[0]["capturable"]
+
+
+def test_the_hooks_for_all_optimizers_are_the_same_in_and_between_steps(where):
+    """torch walks through them in each step of any optimizer, in any thread."""
+    model, seen = model_on(where, mlp), []
+    plain = written_out(model, adam(model))
+
+    def step(x, y):
+        seen.append(global_hooks())
+        return plain(x, y)
+
+    run = graphex.train_step(step)
+    for batch in points(where, 3):
+        run(*batch)
+        seen.append(global_hooks())
+    assert all(hooks == seen[0] for hooks in seen)

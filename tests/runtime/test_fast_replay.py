@@ -21,7 +21,8 @@ from graphex.runtime import capture, native
 from graphex.runtime.capture_plan import Key, KeyReader
 from graphex.runtime.fast_replay import Addresses, ReplayGuards, make_guard
 from graphex.torch_private.cuda import states, switches_for
-from tests.harness.capture import agree, compile_it, count, in_threads, same, statuses
+from tests.harness.capture import agree, compile_it, count, in_threads, interrupted, replays, same, statuses
+from tests.harness.host_ops import looks
 from tests.harness.tape import TapeDevice
 
 
@@ -295,6 +296,30 @@ def test_a_call_in_the_middle_of_another_one_leaves_that_right(shares_pool_only,
         agree(compiled, outer, (torch.randn(3) for _ in range(2)))
     same(found, wanted)
     assert len(graphex.journal(other).fallbacks) == 1
+
+
+def looked_at_on_the_way(x: Tensor) -> Tensor:
+    """Captured in two pieces; the second one reads a value where the first has left it."""
+    a = (x * 2).relu() + 1
+    return looks(a).sin() * 3 + a.cos()
+
+
+@pytest.mark.parametrize("how", ["whole", "padded", "pieces"])
+@torch.no_grad()
+def test_a_call_in_the_middle_of_another_one_at_any_line_leaves_both_right(how, tape):
+    function = looked_at_on_the_way if how == "pieces" else lambda x: (x * 2).relu() + 1
+    compiled = compile_it(function, **({"dynamic": True, "capture_sizes": [8]} if how == "padded" else {}))
+
+    def call() -> None:
+        agree(compiled, function, [torch.randn(5)])
+
+    for _ in range(4):
+        call()
+    with pytest.warns(graphex.GraphexWarning, match="in the middle of another"):
+        assert interrupted(call, call) > 10
+    before = replays(compiled)
+    call()
+    assert replays(compiled) == before + (2 if how == "pieces" else 1)
 
 
 def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checked_in, monkeypatch):

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import graphex
-from tests.harness.capture import compile_it, count, in_threads, reasons, replays, same, statuses
+from graphex.runtime import captured_graph
+from graphex.runtime.capture_plan import Key
+from graphex.runtime.captured_graph import Slot, Store
+from tests.harness.capture import compile_it, count, in_threads, interrupted, reasons, replays, same, statuses
+from tests.harness.tape import TapeDevice
 
 
 def run_sizes(compiled, sizes=(2, 3, 4), times=3) -> None:
@@ -443,3 +447,38 @@ def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
         same(*(kept or ([], [])))
         [same(*losses) for losses in pending]
     assert replays(runs[0]) > 20
+
+
+def test_graphs_that_wait_for_their_readers_are_freed_by_one_call_or_the_other(monkeypatch):
+    waiting, freed = [], []
+    monkeypatch.setattr(captured_graph, "_waiting_for_readers", waiting)
+
+    class Graph:
+        pool = captured_graph.Pool(TapeDevice())
+
+        def free(self) -> None:
+            freed.append(self)
+
+    def free_two() -> None:
+        waiting.extend((Graph(), Graph()))
+        captured_graph.free_what_was_read()
+
+    lines = interrupted(free_two, captured_graph.free_what_was_read)
+    assert len(set(freed)) == len(freed) == 2 * (lines + 1)
+
+
+def test_graphs_of_a_model_that_goes_while_all_are_freed_are_freed_once():
+    store, freed = Store(4), []
+
+    class Graph:
+        def __init__(self, owner: int) -> None:
+            self.owner = owner
+
+        def free(self) -> None:
+            freed.append(self.owner)
+            store.free(owner=2)  # the finalizer of a parameter does
+
+    for owner in (1, 2, 3):
+        store.put(Slot(Key((owner,), (), ()), ()), Graph(owner))
+    store.free()
+    assert (sorted(freed), len(store), store.keys) == ([1, 2, 3], 0, 0)
