@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import deque
 
 import pytest
 import torch
@@ -450,7 +451,7 @@ def test_forwards_and_backwards_in_any_order_see_their_own_values(tape, seed):
 
 
 def test_graphs_that_wait_for_their_readers_are_freed_by_one_call_or_the_other(monkeypatch):
-    waiting, freed = [], []
+    waiting, freed = deque(), []
     monkeypatch.setattr(captured_graph, "_waiting_for_readers", waiting)
 
     class Graph:
