@@ -22,7 +22,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -87,18 +88,32 @@ def detached(results: Any) -> Any:
 
 
 class CompiledModule:
-    """A module of the user's that is compiled while a step runs, and as it was outside."""
+    """A module of the user's that is compiled while a step runs, and as it was outside.
+
+    Steps of several threads may have one module in common, and end in any order.
+    """
+
+    _lock = threading.RLock()
+    _calls: ClassVar[WeakKeyDictionary[nn.Module, list[Any]]] = WeakKeyDictionary()  # outside, and of steps that run
 
     def __init__(self, module: nn.Module, compile_it: Callable[[Any], Any]) -> None:
         self._module, self._compiled = module, compile_it(_call_of(module))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        before, self._module._compiled_call_impl = self._module._compiled_call_impl, self._compiled
+        module = self._module
+        with self._lock:
+            calls = self._calls.setdefault(module, [module._compiled_call_impl])
+            calls.append(self._compiled)
+            module._compiled_call_impl = self._compiled
         try:
             yield
         finally:
-            self._module._compiled_call_impl = before
+            with self._lock:
+                calls.remove(self._compiled)
+                module._compiled_call_impl = calls[-1]
+                if len(calls) == 1:
+                    del self._calls[module]
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from threading import Thread
+from threading import Event, Thread, current_thread
 
 import pytest
 import torch
@@ -165,3 +165,26 @@ def test_the_hooks_for_all_optimizers_are_the_same_in_and_between_steps(where):
         run(*batch)
         seen.append(global_hooks())
     assert all(hooks == seen[0] for hooks in seen)
+
+
+def test_a_module_of_two_steps_in_two_threads_is_as_it_was_after_both(where, monkeypatch):
+    model, (x, y), loss = model_on(where, mlp), points(where)[0], functional.cross_entropy
+    both_run, one_is_over = Event(), Event()
+
+    def together(*args):
+        if current_thread() is thread:
+            both_run.set()
+            one_is_over.wait()
+        else:
+            thread.start()
+            both_run.wait()
+        return loss(*args)
+
+    one, other = (graphex.train_step(written_out(model, adam(model))) for _ in range(2))
+    thread = Thread(target=other, args=(x, y))
+    one(x, y), other(x, y)
+    monkeypatch.setattr(functional, "cross_entropy", together)
+    one(x, y)
+    one_is_over.set()
+    thread.join()
+    assert model._compiled_call_impl is None
