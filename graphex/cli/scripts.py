@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 import webbrowser
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from graphex.cli.catalogue import why_unknown
 from graphex.config import config_from, options_of
 from graphex.env import path_of_rank, why_off
 from graphex.errors import InputError, OptionError, did_you_mean, one_line
-from graphex.records import Journal
+from graphex.records import GraphBroke, Journal
 
 DEVICES = ("simulated", "cuda", "cpu")
 NOTHING = 3
@@ -129,9 +129,11 @@ def explain(
     from graphex.backend import watching
     from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
+    from graphex.frontend.origin import breaks_of_process
     from graphex.regions.compiler import progress_to
 
     graphex.define()
+    before = breaks_of_process()
     watched = watching(options, lambda journal: say(_progress_text(journal)))
     with waiting(f"running {script.name}") as say, progress_to(say), watched as watch:
         problem = _run(script, arguments, out=sys.stderr if as_json else sys.stdout, has_settings=bool(settings))
@@ -146,10 +148,19 @@ def explain(
         if written:
             click.echo(f"\nreport: {written}")
         elif not (problem or unwritten):
-            click.echo('Compile something in it: torch.compile(model, backend="graphex").', err=True)
+            click.echo(_why_nothing(before), err=True)
     if unwritten:
         click.echo(f"'{output}' cannot be written: {unwritten}. Give another --output.", err=True)
     sys.exit(1 if problem or unwritten else 0 if watch.journals else NOTHING)
+
+
+def _why_nothing(before: Collection[GraphBroke]) -> str:
+    """The advice for a script of which no graph has reached graphex. `before` are the graph breaks before it ran."""
+    from graphex.frontend.origin import breaks_of_process
+
+    breaks = [f"  {each.line}\n    {each.reason}" for each in breaks_of_process() if each not in before]
+    cannot = ["If it does, there are no ops beside what Dynamo cannot trace:", *breaks] if breaks else []
+    return "\n".join(('Compile something in it: torch.compile(model, backend="graphex").', *cannot))
 
 
 def _tell(script: Path, journals: Sequence[Journal], problem: str, summary: Iterable[dict[str, str]]) -> None:

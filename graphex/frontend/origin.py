@@ -20,7 +20,7 @@ from types import CodeType
 from graphex.analysis.graphs import Frame, is_users
 from graphex.records import GraphBroke, GraphCompiled, Journal, Recompiled, Record
 from graphex.rewrite.compilation import Origin
-from graphex.torch_private.frames import Break, CompiledFrame, breaks_without_graph, given_up_since
+from graphex.torch_private.frames import Break, CompiledFrame, breaks_without_graph, every_break, given_up_since
 
 
 def origin_of(frame: CompiledFrame, compile_id: str, journal: Journal) -> Origin:
@@ -69,6 +69,12 @@ def _breaks(frame: CompiledFrame, journal: Journal) -> Iterator[Record]:
         before = broke(frame.name, frame.began)
         if not any(known.line == before.line for known in journal.breaks):
             yield before
+
+
+def breaks_of_process() -> list[GraphBroke]:
+    """The graph breaks of this process, each line once: the reason, where nothing was compiled."""
+    found = (broke(function, why, graph="-") for function, why in every_break())
+    return list({each.line: each for each in found if each.line}.values())
 
 
 def note_breaks_without_graph(journal: Journal, code: object, backend: object) -> None:

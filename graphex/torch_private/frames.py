@@ -88,6 +88,12 @@ def given_up_since(known: Sequence[Any], code: CodeType | None = None) -> Iterat
         yield name, Break(str(getattr(each, "fail_reason", "")), frames)
 
 
+def every_break() -> Iterator[tuple[str, Break]]:
+    """All functions of this process that Dynamo gave up on, and all places where it broke a graph."""
+    yield from given_up_since(())
+    yield from (("", _break_of(reason)) for reason in _break_reasons)
+
+
 def breaks_without_graph(code: CodeType, backend: object, compile_ids: Collection[str]) -> Iterator[tuple[str, Break]]:
     """The breaks in a function that Dynamo compiled for a backend, and found no ops in to hand over.
 

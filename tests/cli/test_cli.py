@@ -163,6 +163,21 @@ def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script:
     assert not page.exists()
 
 
+def test_explain_of_a_script_of_which_dynamo_compiles_nothing_says_where_and_why(script: Path) -> None:
+    script.write_text(
+        """
+import torch
+def show(x):
+    torch._dynamo.graph_break()
+    return x
+torch.compile(show, backend="graphex")(torch.ones(2))
+"""
+    )
+    ended = call("explain", "-o", str(script.with_name("report.html")), str(script))
+    assert ended.exit_code == 3
+    assert f"{script.name}:4: torch._dynamo.graph_break()" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
