@@ -17,7 +17,7 @@ import graphex
 from graphex import Journal
 from tests.harness.cached import asked
 from tests.harness.cached import why_traced as why
-from tests.harness.processes import python
+from tests.harness.processes import forked
 
 aten = torch.ops.aten
 
@@ -257,8 +257,7 @@ def test_the_code_of_a_backward_is_loaded_beside_the_first_forward(folder):
     """If it cannot be loaded then, the backward does without, says so, and is compiled by the next process."""
 
     def process(*arguments: str) -> list[str]:
-        done = python("-W", "ignore", "-c", STEP, *arguments, GRAPHEX_REGIONS="on", OMP_NUM_THREADS="1")
-        return done.stdout.splitlines()
+        return forked(STEP, *arguments, GRAPHEX_REGIONS="on").splitlines()
 
     loaded, nothing = "['hit', 'hit'] [True, False]", "[]"
     assert process() == ["['miss', 'miss'] []", nothing]

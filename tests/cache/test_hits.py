@@ -15,7 +15,7 @@ import graphex
 from graphex.regions.compiler import Outcome
 from tests.harness.cached import asked, missed
 from tests.harness.capture import statuses
-from tests.harness.processes import python
+from tests.harness.processes import forked
 
 
 class Net(nn.Module):
@@ -194,13 +194,12 @@ def test_the_next_process_compiles_nothing_regions_included(folder, tmp_path):
 
     Nor are Inductor's code generators imported, or instruction sets tried, each of which takes a process of its own.
     """
-    switches = {"GRAPHEX_REGIONS": "on", "OMP_NUM_THREADS": "1"}
-    first = python("-c", PROGRAM, **switches).stdout
+    first = forked(PROGRAM, GRAPHEX_REGIONS="on")
     assert first.startswith("['miss'] ['compiled']")
     moved = tmp_path / "elsewhere"
     folder.parent.rename(moved)
-    second = python("-c", PROGRAM, cwd=tmp_path, GRAPHEX_CACHE_DIR=str(moved), RANK="1", WORLD_SIZE="2", **switches)
-    assert second.stdout == "['hit'] ['loaded'] 0\n[] False 0\n"
+    switches = {"GRAPHEX_CACHE_DIR": str(moved), "GRAPHEX_REGIONS": "on", "RANK": "1", "WORLD_SIZE": "2"}
+    assert forked(PROGRAM, cwd=tmp_path, **switches) == "['hit'] ['loaded'] 0\n[] False 0\n"
 
 
 @torch.no_grad()

@@ -216,11 +216,22 @@ compiled(torch.randn(2, 4)).backward()
 with torch.no_grad():
     compiled(torch.randn(2, 4))
 """
+REFUSED = "import torch\nprint(torch.compile(lambda x: x.clone(), backend='graphex')(torch.ones(2)))\n"
+EACH_ALONE = """
+import os, runpy, sys
+import torch
+
+for program in sys.argv[1:]:
+    if not (child := os.fork()):
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, program
+"""
 
 
-def run(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, code: str = SCRIPT, **variables: str) -> subprocess.CompletedProcess[str]:
     script = directory / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(code)
     return python(script, cwd=directory, **variables)
 
 
@@ -242,12 +253,14 @@ def test_torch_compile_debug_writes_every_graph_and_a_program_that_runs(tmp_path
     names = sorted(path.name for path in (models[1] / "inference").glob("*.txt"))
     assert names[0] == "000_aot_inference_graph.txt"
     assert "001_aot_inference_graph_after_remove_noops.txt" in names
-    for program in root.glob("model__*/*/output_code.py"):
-        assert python(program).stdout.startswith("ran:")
+    programs = list(root.glob("model__*/*/output_code.py"))
+    printed = python("-c", EACH_ALONE, *programs).stdout.splitlines()
+    assert len(printed) == len(programs) == 3
+    assert all(line.startswith("ran:") for line in printed)
 
 
-def test_structured_traces_hold_our_graphs(tmp_path):
-    run(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+def test_structured_traces_hold_our_graphs_and_the_logger_is_silent(tmp_path):
+    assert "after_remove_noops" not in run(tmp_path, TORCH_TRACE=str(tmp_path / "trace")).stderr
     (trace,) = (tmp_path / "trace").glob("*.log")
     artifacts = {
         record["artifact"]["name"]: (record["artifact"]["encoding"], payload)
@@ -279,18 +292,12 @@ def traced(text: str) -> Iterator[tuple[dict[str, Any], str]]:
         yield record, payload
 
 
-def test_torch_logs_turns_the_logger_on_and_it_is_silent_otherwise(tmp_path):
-    assert "after_remove_noops" not in run(tmp_path).stderr
-    assert "after_remove_noops" in run(tmp_path, TORCH_LOGS="+graphex").stderr
-
-
-def test_torch_logs_has_one_line_for_each_graph_and_with_a_plus_the_refusals(tmp_path):
-    script = tmp_path / "refused.py"
-    script.write_text("import torch\nprint(torch.compile(lambda x: x.clone(), backend='graphex')(torch.ones(2)))\n")
-    logged = (python(script, cwd=tmp_path, TORCH_LOGS=said).stderr for said in ("graphex", "+graphex"))
-    plain, verbose = (text.splitlines() for text in logged)
+def test_torch_logs_has_one_line_for_each_graph_and_with_a_plus_graphs_and_refusals(tmp_path):
+    plain = run(tmp_path, REFUSED, TORCH_LOGS="graphex").stderr.splitlines()
+    verbose = run(tmp_path, SCRIPT + REFUSED, TORCH_LOGS="+graphex").stderr.splitlines()
     about = [line for line in plain if "straight-line code" in line or "device graph" in line]
     assert len(about) == len(plain) == 1
     assert all("fused" in line and "refused" in line for line in about)
     assert not any("share memory" in line for line in plain)
     assert any("refused at" in line and "share memory" in line for line in verbose)
+    assert any("after_remove_noops" in line for line in verbose)

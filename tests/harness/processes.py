@@ -6,6 +6,8 @@ assert piped("doctor", cwd=tmp_path).code == 0
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pty
@@ -13,9 +15,10 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -93,6 +96,28 @@ def clean() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "graphex.backend"])
     return context
+
+
+def forked(code: str, *arguments: str, cwd: Path = ROOT, **variables: str) -> str:
+    """What code prints in a process of `clean`, which starts seconds sooner than one that imports torch."""
+    context = clean()
+    given = dict(os.environ) | variables, _print_to, (printed := context.SimpleQueue()), code, arguments, str(cwd)
+    process = context.Process(target=with_environment, args=given)
+    process.start()
+    process.join()
+    found = "" if printed.empty() else printed.get()
+    assert process.exitcode == 0, found
+    return found
+
+
+def _print_to(printed: SimpleQueue[str], code: str, arguments: Sequence[str], folder: str) -> None:
+    os.chdir(folder)
+    sys.argv = ["-c", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        finally:
+            printed.put(shown.getvalue())
 
 
 def with_environment(variables: dict[str, str], function: Callable[..., None], *arguments: object) -> None:
