@@ -17,8 +17,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -101,23 +101,28 @@ def clean() -> ForkServerContext:
 def forked(code: str, *arguments: str, cwd: Path = ROOT, **variables: str) -> str:
     """What code prints in a process of `clean`, which starts seconds sooner than one that imports torch."""
     context = clean()
-    given = dict(os.environ) | variables, _print_to, (printed := context.SimpleQueue()), code, arguments, str(cwd)
+    ours, theirs = context.Pipe(duplex=False)
+    given = dict(os.environ) | variables, _print_to, theirs, code, arguments, str(cwd)
     process = context.Process(target=with_environment, args=given)
     process.start()
+    theirs.close()
+    try:
+        found: str = ours.recv()
+    except EOFError:  # it was killed
+        found = ""
     process.join()
-    found = "" if printed.empty() else printed.get()
     assert process.exitcode == 0, found
     return found
 
 
-def _print_to(printed: SimpleQueue[str], code: str, arguments: Sequence[str], folder: str) -> None:
+def _print_to(printed: Connection, code: str, arguments: Sequence[str], folder: str) -> None:
     os.chdir(folder)
     sys.argv = ["-c", *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         try:
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
         finally:
-            printed.put(shown.getvalue())
+            printed.send(shown.getvalue())
 
 
 def with_environment(variables: dict[str, str], function: Callable[..., None], *arguments: object) -> None:
