@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from graphex.errors import GraphexError
 from graphex.torch_private.lookup import private
@@ -130,26 +131,48 @@ def global_hooks() -> list[Any]:
     return [hook for held in _hooks_for_all for hook in list(held.values())]  # a thread may register one meanwhile
 
 
-_is_in_thread = private("torch._C._is_key_in_tls", lambda name: name in _of_process)
-_get_of_thread = private("torch._C._get_obj_in_tls", lambda name: _of_process[name])
-_give_thread = private("torch._C._stash_obj_in_tls", lambda name, value: _of_process.update({name: value}))
-_of_process: dict[str, tuple[Any, ...]] = {}  # where torch has nothing for a thread that its backwards have too
+_is_in_thread = private("torch._C._is_key_in_tls", None)
+_get_of_thread = private("torch._C._get_obj_in_tls", None)
+_give_thread = private("torch._C._stash_obj_in_tls", None)
+_has_objects = TorchVersion(torch.__version__) >= "2.12" and None not in (_is_in_thread, _get_of_thread, _give_thread)
+"""Whether torch keeps objects for a thread, and for its backwards. torch 2.11 does not own them: they die there."""
+
+
+class _OfThread(threading.local):
+    """The same where torch does not. In a thread of autograd's, which Python has not started, the newest count."""
+
+    newest: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def __init__(self) -> None:
+        self._own: dict[str, tuple[Any, ...]] = {}
+
+    def get(self, name: str) -> tuple[Any, ...]:
+        is_pythons = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
+        return (self._own if is_pythons else self.newest).get(name, ())
+
+    def give(self, name: str, values: tuple[Any, ...]) -> None:
+        self._own[name] = self.newest[name] = values
+
+
+_of_thread = _OfThread()
 
 
 def of_thread(name: str) -> tuple[Any, ...]:
     """The values of a name that this thread is inside of, the outermost first; in a backward, those of its caller."""
+    if not _has_objects:
+        return _of_thread.get(name)
     return _get_of_thread(name) if _is_in_thread(name) else ()
 
 
 @contextmanager
 def inside(name: str, value: object) -> Iterator[None]:
     """Give a name one more value for this thread, and for the threads that run its backwards."""
-    before = of_thread(name)
-    _give_thread(name, (*before, value))
+    before, give = of_thread(name), _give_thread if _has_objects else _of_thread.give
+    give(name, (*before, value))
     try:
         yield
     finally:
-        _give_thread(name, before)
+        give(name, before)
 
 
 def has_tangent(tensor: Tensor) -> bool:
