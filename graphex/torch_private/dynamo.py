@@ -147,7 +147,7 @@ class _OfThread(threading.local):
         self._own: dict[str, tuple[Any, ...]] = {}
 
     def get(self, name: str) -> tuple[Any, ...]:
-        is_pythons = threading.get_ident() in {thread.ident for thread in threading.enumerate()}
+        is_pythons = not isinstance(threading.current_thread(), threading._DummyThread)
         return (self._own if is_pythons else self.newest).get(name, ())
 
     def give(self, name: str, values: tuple[Any, ...]) -> None:

@@ -1,9 +1,12 @@
-"""Modes of several threads at once: torch notes for the whole process whether one is on."""
+"""Several threads at once: modes, of which torch notes for the whole process whether one is on, and values of a thread
+that its backwards have too.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphex
-from graphex.torch_private.dynamo import DispatchMode, forget_modes_of_others
+from graphex.torch_private.dynamo import DispatchMode, forget_modes_of_others, inside, of_thread
 
 
 class Theirs(TorchDispatchMode):
@@ -77,3 +80,34 @@ def test_a_mode_that_is_on_stays_noted():
             pass
         compiled(torch.ones(1, 2))
     assert graphex.journal(compiled).graphs == []  # torch compiles nothing below a mode
+
+
+class Deep(torch.autograd.Function):
+    """A backward that runs another one inside, so deep that autograd goes on in threads of its own."""
+
+    seen: ClassVar[dict[int, tuple[object, ...]]] = {}
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Deep.seen[threading.current_thread().ident] = of_thread("test")
+        if ctx.depth:
+            with torch.enable_grad():
+                Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()
+        return gradient, None
+
+
+def test_threads_of_a_backward_have_the_values_of_its_caller_and_other_threads_have_none():
+    others = []
+    with inside("test", 7):
+        Deep.apply(torch.ones(1, requires_grad=True), 130).sum().backward()
+        thread = threading.Thread(target=lambda: others.append(of_thread("test")))
+        thread.start()
+        thread.join()
+    assert len(Deep.seen) > 1
+    assert set(Deep.seen.values()) == {(7,)}
+    assert (others, of_thread("test")) == ([()], ())
