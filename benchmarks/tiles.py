@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kernels import CASES, DECODE, LARGE, Call, Case, device_seconds
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels import norm, quant, rotary, tokens
+from graphex.kernels import activations, norm, rotary, tokens
 from graphex.kernels.layout import Tile, next_power_of_2, warps_for
 
 Candidates = dict[str, object]
@@ -69,9 +69,9 @@ def embedding_tiles(rows: int, columns: int) -> Candidates:
 
 PLACES: dict[str, tuple[ModuleType, str, Callable[[int, int], Candidates]]] = {
     "rms_norm": (norm, "row_tile", row_tiles),
-    "dynamic_quant": (quant, "row_tile", row_tiles),
-    "static_quant": (quant, "flat_tile", shared_tiles),
-    "silu_mul": (quant, "flat_tile", flat_tiles),
+    "dynamic_quant": (activations, "row_tile", row_tiles),
+    "static_quant": (activations, "flat_tile", shared_tiles),
+    "silu_mul": (activations, "flat_tile", flat_tiles),
     "rotary": (rotary, "_tile", rotary_tiles),
     "embedding": (tokens, "_tile", embedding_tiles),
 }
