@@ -96,6 +96,8 @@ def partition(
     output = forward.graph.output_node()
     output.meta[RETURNED] = kwargs["num_fwd_outputs"]
     output.meta[ACTIVATIONS] = (*rewrites, *activations(forward, backward, kwargs["num_fwd_outputs"], again))
+    for node in (*forward.graph.nodes, *backward.graph.nodes):
+        node.meta.pop(_MARK, None)  # it is cut: Inductor of torch 2.12 would cut the regions of each half again
     return forward, backward
 
 

@@ -154,6 +154,7 @@ def test_a_tanh_in_a_chain_is_computed_again_where_regions_compile_it_and_one_of
         found, x.grad = x.grad, None
         function(x).backward()
         torch.testing.assert_close(found, x.grad)
+        assert not [each.reason for each in graphex.journal(compiled).fallbacks if "region" in each.what]
         again = {each.op: each.reason for each in graphex.journal(compiled).activations if "again" in each.status}
         assert again.get("aten.tanh.default", "-") == ("a region computes it where it is read" if is_again else "-")
 
