@@ -188,6 +188,18 @@ def test_a_scalar_is_a_variable_that_reaches_the_replacement():
             assert Fused(model, torch.randn(3, 8), torch.randn(8), fusion_rules=[rule]).fusions() == [rule.name], eps
 
 
+def test_examples_that_overflow_decide_nothing():
+    """`torch.empty` is a usual example, and holds any number."""
+    largest = torch.full((4,), 3e38)
+
+    def search(x):
+        return (x * 2) * 0.5 + x
+
+    assert graphex.replacement(search, lambda x: x + x, (largest,), name="twice").name == "twice"
+    with pytest.raises(graphex.RuleError, match="random inputs"):
+        graphex.replacement(search, lambda x: x * 3, (largest,), name="thrice")
+
+
 def test_a_pattern_in_torchs_own_classes():
     add = CallFunction(torch.ops.aten.add.Tensor, KeywordArg("x1"), KeywordArg("x2"), _users=2)
     norm = CallFunction(npu.npu_rms_norm.default, add, KeywordArg("gamma"))
