@@ -91,7 +91,7 @@ def interrupted(call: Callable[[], None], other: Callable[[], None]) -> int:
             left -= event == "line"
             if event == "line" and not left:
                 sys.settrace(None)
-                other()
+                sys.call_tracing(other, ())  # Dynamo hands out no compiled code inside of a trace function
             return stop_there
 
         before = sys.gettrace()
