@@ -137,17 +137,26 @@ def _parts(job: Job, bn: int) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemv:
-    """One row: tiles of `bn` rows of a weight and `bk` columns."""
+class Tiled:
+    """Tiles of `bn` rows of a weight and `bk` columns."""
 
     bn: int
     bk: int
     warps: int
     stages: int = 1
 
+
+@dataclass(frozen=True, slots=True)
+class Gemv(Tiled):
+    """One row; a thread keeps sums of `summed` neighbours."""
+
+    summed: int = 1
+
     @property
     def name(self) -> str:
-        return f"gemv {self.bn}x{self.bk} {self.warps}w" + (f" {self.stages}s" if self.stages > 1 else "")
+        stages = f" {self.stages}s" if self.stages > 1 else ""
+        summed = f" by {self.summed}" if self.summed > 1 else ""
+        return f"gemv {self.bn}x{self.bk} {self.warps}w{stages}{summed}"
 
     def prepare(self, job: Job) -> Prepared:
         columns, parts = job.x.shape[-1], _parts(job, self.bn)
@@ -159,6 +168,7 @@ class Gemv:
             "BK": self.bk,
             "TILES": blocks_of(columns, self.bk),
             "STAGES": self.stages,
+            "SUMMED": self.summed,
             "CAST_FIRST": job.kept and job.cast_first,
             "KEPT": next_power_of_2(blocks_of(columns, parts[0].blocks)) if job.kept else 0,
             "num_warps": self.warps,
@@ -187,15 +197,9 @@ def _steps(x: Tensor | None) -> tuple[int | None, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Skinny:
-    """2 to 64 rows: tiles of `bn` rows of a weight and `bk` columns, the columns in `parts` parts. With `bm` it takes
-    any number of rows, so many at a time.
-    """
+class Skinny(Tiled):
+    """2 to 64 rows, the columns in `parts` parts. With `bm` it takes any number of rows, so many at a time."""
 
-    bn: int
-    bk: int
-    warps: int
-    stages: int
     parts: int = 1
     bm: int = 0
 
@@ -315,15 +319,10 @@ WIDES = {
     True: (Skinny(64, 64, 4, 5, bm=64), Skinny(128, 64, 4, 4, bm=64)),
     False: (Skinny(128, 64, 4, 4, bm=128), Skinny(256, 64, 8, 3, bm=128)),
 }
-# A program of these has twice its tile of weights in flight.
-GATED_GEMVS = (
-    Gemv(2, 1024, 4),
-    Gemv(2, 2048, 8),
-    Gemv(4, 1024, 8),
-    Gemv(2, 512, 4, 4),
-    Gemv(4, 512, 4, 3),
-    Gemv(4, 512, 4, 4),
-)
+# A program of these has twice its tile of weights in flight. Two products at a time want many registers, and then few
+# programs are on a multiprocessor. Sums of eight neighbours want fewer, and cost the widest layers more than they gain.
+_GATED = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(2, 512, 4, 4), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
+GATED_GEMVS = (*(replace(each, summed=8) for each in (*_GATED, Gemv(4, 1024, 8))), *_GATED)
 _MANY_GATED = _skinnies({32: ((128, 4, 4), (64, 4, 5)), 64: ((64, 4, 5), (128, 4, 3)), 128: ((64, 4, 4),)})
 _FEW_GATED = _skinnies({64: ((128, 4, 5), (256, 4, 3), (64, 4, 5)), 128: ((128, 8, 3),), 32: ((128, 4, 4),)})
 GATED_SKINNIES = {16: _FEW_GATED, 32: _MANY_GATED, 64: _MANY_GATED}
@@ -341,7 +340,8 @@ def configs(job: Job) -> list[Config]:
 def likely(job: Job) -> Config:
     """The configuration to take where nothing can be measured and nothing is known."""
     if job.rows == 1:
-        return GATED_GEMVS[-1] if job.gated else Gemv(2, 2048, 4) if is_small(job) else Gemv(8, 512, 4, 4)
+        gate, small, large = Gemv(4, 512, 4, 4, summed=8), Gemv(2, 2048, 4), Gemv(8, 512, 4, 4)
+        return gate if job.gated else small if is_small(job) else large
     if job.rows > FEW_ROWS:
         return Library()
     rows = padded_rows(job.rows)

@@ -142,6 +142,7 @@ def gemv_kernel(
     BK: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    SUMMED: tl.constexpr,  # neighbours whose products a thread adds at once: fewer registers, more instructions
     CAST_FIRST: tl.constexpr,
     KEPT: tl.constexpr,  # columns of the norm that each program writes
     PDL: tl.constexpr,
@@ -155,8 +156,6 @@ def gemv_kernel(
     if GATED != "":
         let_through = weights[1] + tl.minimum(n, size - 1).to(tl.int64)[:, None] * strides[1]
     k0 = tl.arange(0, BK)
-    # Two products at a time want many registers, and then few programs are on a multiprocessor.
-    SUMMED: tl.constexpr = 1 if GATED == "" else 8
     products = tl.zeros((BN, BK // SUMMED), tl.float32)
     more_products = products
     squares = tl.zeros((BK,), tl.float32)
