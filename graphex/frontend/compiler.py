@@ -41,7 +41,7 @@ from graphex.debug.orders import shuffled
 from graphex.device import kernel_runtime
 from graphex.env import collector_paused
 from graphex.errors import InputError
-from graphex.ops.definition import has_triton
+from graphex.ops.definition import compiles_kernels, has_triton
 from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import CacheAsked, GraphCompiled, Journal, KernelsPlanned, Verified
 from graphex.regions.compiler import settings
@@ -242,8 +242,7 @@ def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
     """All of a graph's at once; those that could not be compiled here are when they first run."""
-    runtime = kernel_runtime()
-    if runtime is None or not has_triton() or runtime.is_current_stream_capturing():
+    if not compiles_kernels():
         return
     from graphex.kernels.launch import precompile_kernels
 

@@ -41,7 +41,6 @@ LONGEST = 60.0  # seconds to wait for a thread
 
 def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Compile a kernel, in a thread inside of `compiling_in_threads`. One that is kept is read from Triton's cache."""
-    kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # sets `kernel.compile`
     keep_hashes(kernel)
     try:
         Context().run(_read, kernel, grid, arguments, options)  # Triton asks the context whether there are threads
@@ -89,7 +88,9 @@ class Compiler:
 
 
 def keep_hashes(kernel: Any) -> None:
-    """Let a kernel be compiled through a `Compiler`; before its first launch on a device Triton has set nothing yet."""
+    """Let a kernel be compiled through a `Compiler`. An interpreted kernel is not compiled."""
+    if (caches := getattr(kernel, "device_caches", None)) is not None:
+        caches[triton.runtime.driver.active.get_current_device()]  # the first time on a device, Triton sets its own
     found = getattr(kernel, "compile", None)
     if found is not None and type(found) is not Compiler:
         kernel.compile = Compiler(found)

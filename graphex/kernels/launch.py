@@ -8,7 +8,8 @@ kernel is compiled, or found, is in `compiled.py`.
 
 `run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
 
-`precompile_kernels` compiles those of a graph beside each other, instead of one after the other in its first call:
+`precompile_kernels` compiles those of a graph beside each other, instead of one after the other in its first call, and
+`compiling_kernels` does so while something else is compiled:
 
     graph:   y = rms_norm_linears(x, ...); a = attention(q, ...); z = rms_norm_linears(y, ...)
 
@@ -25,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import cycle
@@ -272,9 +274,35 @@ def precompile_kernels(nodes: Iterable[Node]) -> Precompiled:
     return made
 
 
+@contextmanager
+def compiling_kernels(nodes: Iterable[Node]) -> Iterator[None]:
+    """Compile the kernels of calls while the block runs, and wait for them at its end. `precompile_kernels` finds them
+    later, and says which did not compile.
+    """
+    calls = distinct_calls(nodes)
+    if not calls:
+        yield
+        return
+    apart, threads = copy_context(), compiling_in_threads()  # what the block itself launches does not go to the threads
+    apart.run(threads.__enter__)
+    try:
+        apart.run(_planned, calls)
+        yield
+    finally:
+        apart.run(threads.__exit__, None, None, None)
+
+
 def _compiled(calls: dict[Call, int], threads: int) -> Precompiled:
+    with compiling_in_threads(threads) as not_compiled:
+        made = _planned(calls)
+    made.not_compiled = not_compiled
+    return made
+
+
+def _planned(calls: dict[Call, int]) -> Precompiled:
+    """The launches of calls. Their kernels are compiled where this is called, or by its threads."""
     made = Precompiled()
-    with FakeTensorMode(), compiling_in_threads(threads) as made.not_compiled:
+    with FakeTensorMode():
         for call in sorted(calls, key=_is_quick):
             try:
                 with only_compiling() as seen:

@@ -37,7 +37,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from graphex.device import runs_kernels
+from graphex.device import kernel_runtime, runs_kernels
 from graphex.torch_private.graphs import require
 
 Function = Callable[..., Any]
@@ -209,6 +209,12 @@ def has_torch_npu() -> bool:
 @cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def compiles_kernels() -> bool:
+    """Whether kernels can be compiled now, for a device that is here: not while it captures a graph."""
+    runtime = kernel_runtime()
+    return runtime is not None and has_triton() and not runtime.is_current_stream_capturing()
 
 
 def has_kernel(name: str, device: torch.device | str) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from math import isfinite, prod
 from typing import Any
@@ -35,6 +36,7 @@ from graphex.analysis.effects import (
     declare_region,
     is_formula,
     is_kernel,
+    is_ours,
     moves_between_devices,
     operator_of,
     synchronisation,
@@ -46,6 +48,7 @@ from graphex.config import CompilerConfig
 from graphex.device import several_accelerators
 from graphex.env import regions_enabled
 from graphex.errors import one_line
+from graphex.ops.definition import compiles_kernels
 from graphex.ops.tokens import has_odd_products, tile_height
 from graphex.records import FellBack, RegionBorder, RegionCompiled
 from graphex.regions.compiler import (
@@ -163,30 +166,34 @@ class CompileRegions(GraphPass):
     def _each_made(
         self, work: Work, kinds: dict[Hashable, RegionPlan], patches: dict[str, Any], device: torch.device
     ) -> dict[Hashable, tuple[RegionCode, Outcome] | None]:
-        """The code of each kind of regions, one after the other: Inductor's configuration, and what tracing changes,
-        are the whole process's. The kernels of a region compile side by side, in Inductor's processes.
+        """The code of each kind of regions, and the outcome of its trial; None, with a record, for one that does not
+        compile or run.
+
+        Inductor compiles one after the other: its configuration, and what tracing changes, are the whole process's. The
+        kernels of a region compile side by side, in Inductor's processes, and those of graphex beside them, in threads.
         """
-        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = {}
+        codes: dict[Hashable, list[RegionCode]] = {}
+        made: dict[Hashable, tuple[RegionCode, Outcome] | None] = dict.fromkeys(kinds)
         with shown_on_terminal() as say:
-            for number, (key, plan) in enumerate(kinds.items(), 1):
-                say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
-                made[key] = self._made(work, plan, key, patches, device)
+            with _kernels_meanwhile(work.graph):
+                for number, (key, plan) in enumerate(kinds.items(), 1):
+                    say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
+                    with self._or_as_it_is(work, plan):
+                        codes[key] = _codes(plan.body, patches)
+            for key in codes:
+                with self._or_as_it_is(work, kinds[key]):
+                    made[key] = _tried(kinds[key].body, codes[key], key, device)
         return made
 
-    def _made(
-        self, work: Work, plan: RegionPlan, key: Hashable, patches: dict[str, Any], device: torch.device
-    ) -> tuple[RegionCode, Outcome] | None:
-        """The code of a region and the outcome of its trial; None, with a record, if it does not compile or run."""
+    @contextmanager
+    def _or_as_it_is(self, work: Work, plan: RegionPlan) -> Iterator[None]:
+        """Inductor may raise anything: the nodes of the region run one by one then, with a record."""
         try:
-            code = compile_region(plan.body, patches)
-            if code.autotuned and may_try(plan.body):
-                code = faster(plan.body, compile_region(plan.body, as_usual(patches)), code, key, device)
-            return code, tried(plan.body, code, key, device)
+            yield
         except TensorifyScalarRestartAnalysis:  # it asks Dynamo to trace again
             raise
-        except Exception as error:  # Inductor may raise anything; the nodes run as they are
+        except Exception as error:
             self._say(work, f"a region of {len(plan.nodes)} nodes is not compiled", one_line(error), warn=True)
-            return None
 
     def _say(self, work: Work, what: str, reason: str, *, warn: bool = False) -> None:
         """Record that something is done without, and why; a user who could expect it is warned too."""
@@ -195,6 +202,31 @@ class CompileRegions(GraphPass):
             work.fall_back_later(what, reason, "")
         else:
             work.note(lambda graph, _: FellBack(graph, what, reason))
+
+
+@contextmanager
+def _kernels_meanwhile(graph: Graph) -> Iterator[None]:
+    """The kernels of graphex's ops compile while the block runs."""
+    if not compiles_kernels():
+        yield
+        return
+    from graphex.kernels.launch import compiling_kernels
+
+    with compiling_kernels(filter(is_ours, graph.nodes)):
+        yield
+
+
+def _codes(body: GraphModule, patches: dict[str, Any]) -> list[RegionCode]:
+    """The code of a region; for max-autotune also the usual one, which it has to beat."""
+    code = compile_region(body, patches)
+    return [code, compile_region(body, as_usual(patches))] if code.autotuned and may_try(body) else [code]
+
+
+def _tried(
+    body: GraphModule, codes: Sequence[RegionCode], key: Hashable, device: torch.device
+) -> tuple[RegionCode, Outcome]:
+    code = codes[0] if len(codes) == 1 else faster(body, codes[1], codes[0], key, device)
+    return code, tried(body, code, key, device)
 
 
 def device_of(graph: Graph) -> torch.device | None:

@@ -29,12 +29,21 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if torch.cuda.is_available():
     pytest.skip("kernels compiled here could not be launched", allow_module_level=True)
 
+import triton.language as tl  # noqa: E402
+from triton.runtime.jit import MockTensor  # noqa: E402
+
 from graphex.kernels import attention, tuning  # noqa: E402
 from graphex.kernels import compiled as hashes  # noqa: E402
-from graphex.kernels.launch import distinct_calls, precompile_kernels  # noqa: E402
+from graphex.kernels.launch import compiling_kernels, distinct_calls, launch, precompile_kernels  # noqa: E402
 
 OPS = torch.ops.graphex
 INDICES = count(1)
+
+
+@triton.jit
+def scaled_kernel(x, N: tl.constexpr):
+    place = x + tl.arange(0, N)
+    tl.store(place, tl.load(place) * 2)
 
 
 class Hopper:
@@ -170,6 +179,37 @@ def test_each_call_of_a_kind_is_compiled_once(hopper, compiled, monkeypatch):
     assert hopper.loaded == compiled  # nothing is compiled again
 
 
+def test_kernels_are_compiled_while_something_else_is(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    compile, goes_on, threads = triton.compiler.compile, threading.Event(), set()
+
+    def compile_meanwhile(source, **options):
+        threads.add(threading.current_thread())
+        assert goes_on.wait(60)
+        return compile(source, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_meanwhile)
+    nodes = layers(Drawing(FakeTensorMode()), 1).graph.nodes
+    with compiling_kernels(nodes):
+        assert not compiled
+        goes_on.set()
+    assert compiled == {"gemv_kernel": 2, "rotary_kernel": 1, "attention_kernel": 1, "combine_kernel": 1}
+    assert threading.current_thread() not in threads
+    made = precompile_kernels(nodes)
+    assert (made.errors, made.not_compiled) == ([], [])
+    assert hopper.loaded == compiled  # nothing is compiled again
+
+
+def test_an_error_of_the_block_is_raised_once_the_kernels_are_compiled(hopper, compiled, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    with (
+        pytest.raises(ValueError, match="of the block"),
+        compiling_kernels(layers(Drawing(FakeTensorMode()), 1).graph.nodes),
+    ):
+        raise ValueError("of the block")
+    assert sum(compiled.values()) == 5
+
+
 @pytest.fixture
 def searches(monkeypatch):
     """The kernels that Triton itself looks for, or compiles."""
@@ -222,6 +262,21 @@ def test_kernels_are_looked_for_by_triton_where_something_changed(hopper, search
         monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     assert in_a_new_process(hopper) == []
     assert Counter(searches) == first
+
+
+def test_the_next_process_finds_a_kernel_that_was_launched_before_any_was_compiled_ahead(hopper, searches):
+    """A trial of a region may be the first to launch it."""
+    hopper.launcher_cls = lambda source, metadata: lambda *given: None
+
+    def first_launch() -> None:
+        forget()
+        hopper.index = next(INDICES)
+        launch(scaled_kernel, (1,), (MockTensor(torch.bfloat16),), {"N": 16})
+
+    first_launch()
+    assert searches == ["scaled_kernel"]
+    first_launch()
+    assert searches == ["scaled_kernel"]
 
 
 @pytest.mark.filterwarnings("ignore")
