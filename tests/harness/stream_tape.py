@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from graphex.device import Cores, StreamSet
-from tests.harness.tape import Tape, TapeDevice, _memory, _owners, _owners_of_nobody, _spoil, _tensors
+from tests.harness.tape import _OWNERS_OF_NOBODY, Tape, TapeDevice, _memory, _owners, _spoil, _tensors
 
 Item = tuple[str, Any, Any]  # ("run", number of the call, stream), ("record" or "wait", event, stream)
 
@@ -55,7 +55,7 @@ class StreamTape(Tape):
         mine += [leaf for leaf, _ in self.undo] + [leaf for _, leaf in self.owner.values()]
         held = Counter(map(_memory, mine))
         for memory, (_, leaf) in self.owner.items():
-            if _owners(leaf) - _owners_of_nobody() <= held[memory]:
+            if _owners(leaf) - _OWNERS_OF_NOBODY <= held[memory]:
                 self.let_go.setdefault(memory, len(self.calls))
 
     def run_calls(self) -> None:

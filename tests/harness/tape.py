@@ -93,7 +93,7 @@ class Tape(DispatchMode, Replay):
     def held_by_others(self) -> set[int]:
         mine = Counter(_memory(leaf) for _, *rest in self.calls for leaf in _tensors(rest))
         own = self.own()
-        return {memory for memory, leaf in own.items() if _owners(leaf) - _owners_of_nobody() > mine[memory]}
+        return {memory for memory, leaf in own.items() if _owners(leaf) - _OWNERS_OF_NOBODY > mine[memory]}
 
     def note_what_was_let_go(self) -> None:
         """An allocator gives memory that is freed in a capture to what is allocated behind it."""
@@ -117,9 +117,9 @@ def _owners(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def _owners_of_nobody() -> int:
-    """What looking at it adds: a tensor that one name holds has this many owners more."""
-    return _owners(torch.empty(1)) - 1
+# What looking at it adds: a tensor that one name holds has this many owners more. A graph is freed in the middle of
+# anything, a trace too, so it is no time to make a tensor then.
+_OWNERS_OF_NOBODY = _owners(torch.empty(1)) - 1
 
 
 def _spoil(tensor: Tensor) -> None:

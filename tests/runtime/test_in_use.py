@@ -16,7 +16,7 @@ from tests.harness.pending_ops import kept, ops
 CALLS = 6
 
 
-@torch.library.custom_op("graphex_tests::keeps", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
+@torch.library.custom_op("graphex_tests::keeps_each", mutates_args=(), tags=(torch.Tag.data_dependent_output,))
 def keeps(x: Tensor) -> Tensor:
     kept.append(x)
     return x * float(x.sum())
