@@ -320,7 +320,7 @@ WIDES = {
     False: (Skinny(128, 64, 4, 4, bm=128), Skinny(256, 64, 8, 3, bm=128)),
 }
 # A program of these has twice its tile of weights in flight. Two products at a time want many registers, and then few
-# programs are on a multiprocessor. Sums of eight neighbours want fewer, and cost the widest layers more than they gain.
+# programs are on a multiprocessor. Sums of eight neighbours want fewer, and more instructions: both are measured.
 _GATED = (Gemv(2, 1024, 4), Gemv(2, 2048, 8), Gemv(2, 512, 4, 4), Gemv(4, 512, 4, 3), Gemv(4, 512, 4, 4))
 GATED_GEMVS = (*(replace(each, summed=8) for each in (*_GATED, Gemv(4, 1024, 8))), *_GATED)
 _MANY_GATED = _skinnies({32: ((128, 4, 4), (64, 4, 5)), 64: ((64, 4, 5), (128, 4, 3)), 128: ((64, 4, 4),)})
