@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,11 +22,11 @@ from typing import Any
 import torch
 
 from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
-from graphex.backend import get_backend
+from graphex.backend import Backend, get_backend
 from graphex.debug.history import GraphHistory
 from graphex.debug.tensors import clone_together, is_plain
 from graphex.debug.verify import RandomState
-from graphex.env import path_of_rank, write_named
+from graphex.env import path_of_rank, rank_and_size, tuning, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
 from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherwise
@@ -38,6 +40,7 @@ from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
 _WRAPPER = "auto_functionalized"  # its first argument is the op
+SHORT, LONGEST, ROUNDS = 0.1, 0.5, 30  # seconds of a model that is timed, and of its timing; calls of each
 _KNOWN = (
     PURE_NAMESPACES | COLLECTIVE_NAMESPACES | {"streams", "higher_order", "quantized", "inductor", "fsdp", "mkldnn"}
 )
@@ -61,7 +64,10 @@ class RuleSummary:
 
 
 class Report:
-    """The result of `explain`. It prints as tables, serialises to JSON, and keeps both results for comparison."""
+    """The result of `explain`. It prints as tables, serialises to JSON, and keeps both results for comparison.
+
+    `seconds` has the shortest call in eager and with graphex, where both were timed: see `_Subject.timed`.
+    """
 
     def __init__(
         self,
@@ -72,6 +78,7 @@ class Report:
         eager_outputs: Any,
         calls: int,
         comparison: Comparison,
+        seconds: Mapping[str, float],
     ) -> None:
         self.name = name
         self.journal = journal
@@ -79,6 +86,7 @@ class Report:
         self.outputs = outputs
         self.eager_outputs = eager_outputs
         self.calls = calls
+        self.seconds = seconds
         self._comparison = comparison
 
     def rule(self, name: str) -> RuleSummary:
@@ -146,6 +154,7 @@ class Report:
             "differences": list(self.differences),
             "rounding": list(self.rounding),
             "not_compared": [asdict(each) for each in self.not_compared],
+            "seconds": dict(self.seconds),
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -223,7 +232,7 @@ def explain(
     compiled = torch.compile(model, backend=backend)
     subject = _Subject(model, (tuple(args), dict(kwargs or {})))
     eager, eager_outputs = subject.call(model)
-    worst, outputs = Comparison(), None
+    worst, outputs, seconds = Comparison(), None, dict[str, float]()
     known = attempts()
     with room_to_recompile():
         for number in range(calls):
@@ -231,11 +240,15 @@ def explain(
             found = compare(seen, eager)
             if not number or _is_worse(found, worst):
                 worst, outputs = found, result
+        custom = _kept_by_custom_ops(backend.journal.history)
+        if subject.took < SHORT and not (custom or any(given_up_since(known))) and _may_be_timed(backend):
+            seconds = subject.timed({"eager": model, "graphex": compiled}, backend.journal)
     for function, why in given_up_since(known):
         backend.journal.add(broke(function, why, graph="-"))
     note_breaks_without_graph(backend.journal, code_of(compiled), backend_of(compiled))
-    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
-    return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
+    worst = replace(worst, not_compared=worst.not_compared + custom)
+    rules = rule_names(backend.config)
+    return Report(_name(model), backend.journal, rules, outputs, eager_outputs, calls, worst, seconds)
 
 
 def _check(model: Any, args: Any, kwargs: Any, calls: Any) -> None:
@@ -249,6 +262,13 @@ def _check(model: Any, args: Any, kwargs: Any, calls: Any) -> None:
         raise InputError(f"calls must be a positive number, got {calls!r}.")
 
 
+def _may_be_timed(backend: Backend) -> bool:
+    """Whether the outside does not notice more calls: no graph breaks, a CPU, one process, no file for each call."""
+    devices = {device for graph in backend.journal.graphs for device in graph.devices}
+    is_alone = devices == {"cpu"} and rank_and_size()[1] == 1
+    return is_alone and not (backend.journal.breaks or backend.config.dump_tensor_data) and tuning() != "off"
+
+
 class _Subject:
     """A model and its inputs, called repeatedly from the state in which they are now."""
 
@@ -258,6 +278,7 @@ class _Subject:
         objects = [leaf for leaf in self._flat if not isinstance(leaf, torch.Tensor)]
         self._before = SavedState({"model": model, "args": objects})
         self._random = RandomState(self._before.generators)
+        self.took = math.inf  # seconds of the shortest call that was observed
 
     def call(self, model: Callable[..., Any]) -> tuple[Observation, Any]:
         """Observe one call, and its backward where gradients flow; also returns a copy of the result."""
@@ -265,10 +286,38 @@ class _Subject:
         self._random.restore()
         try:
             with without_reducing(self._model):
+                began = time.perf_counter()
                 result = model(*args, **kwargs)
+                self.took = min(self.took, time.perf_counter() - began)
             gradients = _gradients(result, leaves)
             roots = {"model": self._model, "args": args, "kwargs": kwargs, "result": result, GRADIENTS: gradients}
             return self._before.observe(roots), _copied(result)
+        finally:
+            self._before.restore()
+            self._random.restore()
+
+    def timed(self, models: Mapping[str, Callable[..., Any]], journal: Journal) -> dict[str, float]:
+        """The seconds of the shortest call of each model, called in turns from one state; the journal does not count
+        these calls.
+        """
+        counts = {graph: Counter(found) for graph, found in journal.counts.items()}
+        found: dict[str, list[float]] = {name: [] for name in models}
+        ends = time.perf_counter() + LONGEST
+        while len(found["eager"]) < ROUNDS and time.perf_counter() < ends:
+            for name, model in models.items():
+                found[name].append(self._seconds(model))
+        for graph, counter in journal.counts.items():
+            counter.clear()
+            counter.update(counts.get(graph, Counter()))
+        return {name: min(each) for name, each in found.items()}
+
+    def _seconds(self, model: Callable[..., Any]) -> float:
+        args, kwargs, _ = self._inputs()
+        self._random.restore()
+        try:
+            began = time.perf_counter()
+            model(*args, **kwargs)
+            return time.perf_counter() - began
         finally:
             self._before.restore()
             self._random.restore()

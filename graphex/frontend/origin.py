@@ -58,6 +58,7 @@ def _defined_at(frame: CompiledFrame) -> str:
 # -- graph breaks ------------------------------------------------------------------------------------------------------
 
 
+_BRANCH = "generic_jump"  # torch's title of an `if`, a `while` or an `assert` on a tensor
 _QUOTED = re.compile(r"(?<!e\.g\. )`([^`]+)`")
 
 
@@ -100,12 +101,16 @@ def broke(function: str, found: Break, graph: str = "") -> GraphBroke:
     explained = (_said(lines, "Explanation: ") or title).rstrip(".")
     quoted = _QUOTED.search(title) or _QUOTED.search(explained)
     cause = quoted[0] if quoted else title
+    hint = _said(lines, "Hint: ")
+    if title.startswith(_BRANCH):
+        cause = explained = "the branch needs the value of a tensor"
+        hint = "use `torch.where` or `torch.cond`"
     nowhere = FrameSummary("", 0, "")
     inner = (nowhere, *found.stack)[-1]
     last = next(filter(is_users, reversed(found.stack)), inner)
     if last is not inner:
         explained += f"; it is called at {_line(inner)}"
-    return GraphBroke(graph, function, _line(last), cause, explained, _said(lines, "Hint: "), last.filename)
+    return GraphBroke(graph, function, _line(last), cause, explained, hint, last.filename)
 
 
 def _said(lines: list[str], title: str) -> str:

@@ -96,7 +96,7 @@ def _count(work: Work, rule: str, matches: int, candidates: int) -> None:
 def _why_none(work: Work, linears: list[Linear]) -> str:
     """Why no layer of the graph is taken; empty if there is no such reason."""
     if work.phase != "inference":
-        return "the ops for few rows have no derivative"
+        return "it is for inference only"
     return "" if any(pays(work, LINEARS, linear.node) for linear in linears) else NO_KERNELS
 
 

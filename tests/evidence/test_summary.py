@@ -166,7 +166,11 @@ def test_a_summary_says_what_regions_cost_what_to_expect_and_how_to_do_without(r
     [
         (
             {"seconds_compiled": 2e-3, "seconds_single": 5e-3},
-            "Measured here: 2.5 times the speed of single ops, 2 ms instead of 5 ms for all of them. Expect at least",
+            "Timed alone, it takes 2 ms, and 5 ms op by op: 2.5 times as fast. Eager was not timed.",
+        ),
+        (
+            {"seconds_compiled": 2e-5, "seconds_single": 5e-5},
+            "2.5 times as fast. Eager was not timed, and may be faster: torch's guards alone take some 0.01 ms",
         ),
         (
             {"seconds_compiled": 5e-3, "seconds_single": 2e-3, "status": "slower", "region": ""},
@@ -174,18 +178,18 @@ def test_a_summary_says_what_regions_cost_what_to_expect_and_how_to_do_without(r
         ),
         (
             {"seconds_compiled": 1.71, "seconds_single": 1.7},
-            "Measured here: 0.99 times the speed of single ops, 1.71 s instead of 1.7 s for all of them. Expect about",
+            "Timed alone, it takes 1.71 s, and 1.7 s op by op: 0.99 times as fast. Eager was not timed.",
         ),
         (
             {"seconds_compiled": 1.7, "seconds_single": 1.71},
-            "Measured here: the speed of single ops, 1.7 s instead of 1.71 s for all of them. Expect at least",
+            "Timed alone, it takes 1.7 s, and 1.71 s op by op. Eager was not timed.",
         ),
         (
             {"seconds_compiled": 1.71, "seconds_single": 1.7, "doubtful": True},
-            "1.7 s for all of them. They are kept, because that is no clear result. The machine was busy",
+            "1.7 s op by op: 0.99 times as fast. They are kept, because that is no clear result. The machine was busy",
         ),
     ],
-    ids=["faster", "slower", "nearly as fast", "as fast", "doubtful"],
+    ids=["faster", "short", "slower", "nearly as fast", "as fast", "doubtful"],
 )
 def test_a_measured_region_says_how_fast_it_is(found, said, regions):
     journal = explained(Net(), torch.randn(4, 64)).journal
@@ -200,6 +204,51 @@ def test_a_region_is_measured_where_tuning_is_on(regions, monkeypatch: pytest.Mo
     (region,) = explained(Net(), torch.randn(4, 64)).journal.regions
     assert region.seconds_compiled > 0
     assert region.seconds_single > 0
+
+
+@pytest.mark.parametrize(
+    ("graphex_takes", "eager_takes", "said"),
+    [
+        (2e-3, 5e-3, "A call takes 2 ms with graphex and 5 ms in eager."),
+        (5e-3, 2e-3, "A call takes 5 ms with graphex and 2 ms in eager."),
+        (2e-5, 1e-5, "A call takes 0.02 ms with graphex and 0.01 ms in eager: torch's guards take longer than"),
+    ],
+)
+def test_a_whole_call_is_told_beside_eagers_in_place_of_a_guess(graphex_takes, eager_takes, said, regions):
+    journal = explained(Net(), torch.randn(4, 64)).journal
+    sentences = report_data("net", [journal], seconds={"graphex": graphex_takes, "eager": eager_takes})["summary"]
+    (tone,) = [each["tone"] for each in sentences if each["text"].startswith(said)]
+    assert (tone == "good") == (graphex_takes < eager_takes)
+    assert not any("Eager was not timed" in each["text"] for each in sentences)
+
+
+@on_a_cpu
+def test_whole_calls_are_timed_from_one_state_and_not_counted(regions, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GRAPHEX_TUNING")
+
+    def updated(state: Tensor, x: Tensor) -> Tensor:
+        state.add_(1)
+        return (x * state).sin()
+
+    state = torch.zeros(4)
+    with torch.no_grad():
+        report = graphex.explain(updated, (state, torch.ones(4)), calls=2)
+    assert {*report.seconds} == {*report.to_dict()["seconds"]} == {"eager", "graphex"}
+    assert "A call takes " in report.summary()
+    assert [counts["calls"] for counts in report.journal.counts.values()] == [2]
+    assert not state.any()
+
+
+def test_whole_calls_are_not_timed_where_python_sees_each_of_them(regions, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.delenv("GRAPHEX_TUNING")
+
+    def printing(x: Tensor) -> Tensor:
+        print("called")
+        return x.sin()
+
+    report = graphex.explain(printing, (torch.ones(4),), calls=1)
+    assert capsys.readouterr().out.count("called") == 2
+    assert not report.seconds
 
 
 # -- differences from eager --------------------------------------------------------------------------------------------
@@ -285,6 +334,13 @@ def test_a_cast_of_a_result_does_not_excuse_the_others(regions):
             both, (torch.randn(64, 64),), options={"post_grad_custom_pre_pass": slightly_wrong}, calls=1
         )
     assert [said for said in in_red(report) if said.startswith("Different from eager: result[0]")]
+
+
+def test_a_difference_comes_first_with_a_way_to_find_its_cause(regions):
+    options = {"post_grad_custom_post_pass": scaled_by(2)}
+    first, second, *_ = explained(_Several(), torch.randn(4), **options).summary().splitlines()[2:]
+    assert first.startswith("Different from eager: result[2]")
+    assert second == "Set verify=True to find the rule or the pass to blame."
 
 
 def test_integers_are_never_rounded(regions):
@@ -399,10 +455,35 @@ def told(journal: graphex.Journal) -> str:
 def test_ops_and_peaks_of_graphs_that_never_run_in_one_call_are_not_added_up():
     journal = recompiled()
     summary = told(journal)
-    assert "3 device ops -> 3 in 'changing inference' and 1 more graph." in summary
+    assert "None of 2 graphs has fewer device ops than before: 3 device ops at most." in summary
     small, large = (record.peak_after for record in journal.memory)
     assert large > small > 0
     assert f"-> {large // 1024} KiB, in 'changing recompile 1 inference', the largest of 2 graphs." in summary
+
+
+def test_graphs_that_changed_are_told_apart_from_those_that_did_not():
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin() + x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    with torch.no_grad():
+        summary = graphex.explain(broken, (torch.ones(2),), calls=1).summary()
+    assert "In 'broken inference': 3 device ops -> 2. The other has as many as before." in summary
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_branch_on_a_tensor_is_named_with_a_way_to_do_without():
+    def branching(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x.sin()
+        return x.cos()
+
+    lines = graphex.explain(branching, (torch.ones(2),), calls=1).summary().splitlines()
+    (said,) = [line for line in lines if line.startswith("Graph break")]
+    assert said.endswith(
+        "(the branch needs the value of a tensor): if x.sum() > 0: To avoid it: use `torch.where` or `torch.cond`."
+    )
 
 
 def test_times_of_regions_of_graphs_that_never_run_in_one_call_are_not_added_up():
@@ -413,8 +494,8 @@ def test_times_of_regions_of_graphs_that_never_run_in_one_call_are_not_added_up(
             RegionCompiled(graph.graph, "region_0", "compiled", **counts, seconds_compiled=2e-3, seconds_single=single)
         )
     assert (
-        "6 ops run in 2 compiled regions of 2 graphs. Measured here: 1.5 to 4 times the speed of single ops, "
-        "2 ms instead of 8 ms in the longest graph." in told(journal)
+        "6 ops run in 2 compiled regions of 2 graphs. Timed alone, they take 2 ms, and 8 ms op by op in the "
+        "longest graph: 1.5 to 4 times as fast." in told(journal)
     )
 
 
@@ -428,7 +509,9 @@ def test_bytes_of_updates_in_graphs_that_never_run_in_one_call_are_not_added_up(
     for rows in (2, 256):
         compiled(torch.ones(rows, 4), torch.ones(rows, 4))
     most = max(record.certificate.bytes_saved for record in backend.journal.rewrites)
-    assert f"All 2 input updates are written in place, up to {most // 1024} KiB less a call." in told(backend.journal)
+    assert f"All 2 input updates are written in place, which saves copying up to {most // 1024} KiB in every call." in told(
+        backend.journal
+    )
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.evidence.tables import size_text
@@ -31,26 +31,30 @@ _QUOTED = re.compile(r"'\w+'")  # the name of a node in a reason
 _MOST = 5  # sentences about one thing
 _BUSY = " The machine was busy meanwhile: a quiet one may find otherwise."
 _KEPT = " They are kept, because that is no clear result."
+_SHORT = 1e-4  # seconds: torch's guards and wrappers are a large part of such a call
 _CLEAR = 2  # times the speed, which a busy machine finds by no accident
 
 Sentence = dict[str, str]
 
 
 def summarise(data: dict[str, Any]) -> list[Sentence]:
+    found = _compiled(data) if data["graphs"] else [_sentence("bad", "Nothing was compiled with graphex.")]
+    return [*_different(data), *found, *_given_up(data), *_fallbacks(data), *_compared(data)]
+
+
+def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     graphs = data["graphs"]
-    if not graphs:
-        rest = (*_given_up(data), *_fallbacks(data), *_comparison(data))
-        return [_sentence("bad", "Nothing was compiled with graphex."), *rest]
-    now = as_they_run(graphs)
-    called = [graph for graph in graphs if not graph["instead"]]
-    parts = [
-        (_mismatches, called),
-        (_origins, [graph for graph in graphs if not graph["version_of"]]),
-        *((part, now) for part in (_ops, _regions, _fusions, _remarks, _input_updates, _memory)),
-    ]
-    parts += [(_running, called), (_verified, called)]
-    first = [sentence for part, about in parts for sentence in part(about)]
-    return [*first, *_given_up(data), *_fallbacks(data), *_comparison(data)]
+    now, called = as_they_run(graphs), [graph for graph in graphs if not graph["instead"]]
+    seconds = (data.get("facts") or {}).get("seconds") or {}
+    yield from _mismatches(called)
+    yield from _origins([graph for graph in graphs if not graph["version_of"]])
+    yield from _ops(now)
+    yield from _regions(now, is_timed=bool(seconds))
+    yield from _whole_call(now, seconds)
+    for part in (_fusions, _remarks, _input_updates, _memory):
+        yield from part(now)
+    yield from _running(called)
+    yield from _verified(called)
 
 
 def as_they_run(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,14 +129,19 @@ def _sentence(tone: str, text: str) -> Sentence:
     return {"tone": tone, "text": text}
 
 
+def count_of(count: int, word: str) -> str:
+    """``1 graph``, ``2 graphs``"""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """Why there is more than one graph: graph breaks and recompilations."""
     breaks = {each["line"]: each for graph in graphs for each in graph["breaks"]}
     recompilations = [each for graph in graphs for each in graph["recompilations"]]
     if not (breaks or recompilations):
         return
-    counted = (len(graphs), "graph"), (len(breaks), "graph break"), (len(recompilations), "recompilation")
-    compiled, broken, again = (f"{count} {word}{'' if count == 1 else 's'}" for count, word in counted)
+    compiled = count_of(len(graphs), "graph")
+    broken, again = count_of(len(breaks), "graph break"), count_of(len(recompilations), "recompilation")
     why = " and ".join(text for text, found in ((broken, breaks), (again, recompilations)) if found)
     yield _sentence("bad", f"{compiled}, because of {why}.")
     yield from _at_most(_broken(each) for each in breaks.values())
@@ -145,7 +154,8 @@ def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 
 def _broken(each: dict[str, Any]) -> Sentence:
     place, _, code = each["line"].partition(": ")
-    return _sentence("bad", f"Graph break at {place} ({each['cause']}){': ' if code else ''}{code}")
+    hint = f" To avoid it: {each['edit'].rstrip('.')}." if each["edit"] else ""
+    return _sentence("bad", f"Graph break at {place} ({each['cause']}){': ' if code else '.'}{code}{hint}")
 
 
 def _recompiled(group: list[dict[str, Any]]) -> Sentence:
@@ -176,38 +186,47 @@ def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         fewer = device_ops(shown) < device_ops(shown, "given")
         yield _sentence("good" if fewer else "plain", _ops_text(compilations(shown)))
         if device_ops(shown, "elsewhere") < device_ops(shown):
-            counts = _by_graph(compilations(shown), lambda group, words: f"{device_ops(group, 'elsewhere')}{words}")
+            groups = compilations(shown)
+            most = max(groups, key=device_ops)
+            which = f"; the largest of {len(groups)} graphs" if len(groups) > 1 else ""
             yield _sentence(
                 "plain",
-                f"A preview: {counts} on a device with kernels for the ops of graphex. "
-                f"{_devices(shown)} has none and runs their references op by op.",
+                f"A preview: {count_of(device_ops(most, 'elsewhere'), 'device op')} on a device with kernels for the "
+                f"ops of graphex{which}. {_devices(shown)} has none and runs their references op by op.",
             )
         yield from _nothing_applied(shown)
     yield from _broken_passes(graphs)
 
 
 def _ops_text(groups: list[list[dict[str, Any]]]) -> str:
-    """``312 device ops -> 97, counted from the final graph.``"""
-    counts = _by_graph(groups, lambda group, words: f"{device_ops(group, 'given')}{words} -> {device_ops(group)}")
-    if len(groups) > 1:
-        return f"{counts}."
-    where = "the final graph" if len(groups[0]) == 1 else f"the {len(groups[0])} final graphs"
-    return f"{counts}, counted from {where}."
+    """``312 device ops -> 97, counted from the final graph.`` Of several compilations those that changed are told."""
 
+    def text(group: list[dict[str, Any]]) -> str:
+        return f"{count_of(device_ops(group, 'given'), 'device op')} -> {device_ops(group)}"
 
-def _by_graph(groups: list[list[dict[str, Any]]], text: Callable[[list[dict[str, Any]], str], str]) -> str:
-    """``3 device ops -> 1 in 'Net inference' and 1 more graph; 2 -> 2 in ...``: equal compilations together."""
     if len(groups) == 1:
-        return text(groups[0], " device ops")
+        where = "the final graph" if len(groups[0]) == 1 else f"the {len(groups[0])} final graphs"
+        return f"{text(groups[0])}, counted from {where}."
+    same = [group for group in groups if device_ops(group) == device_ops(group, "given")]
+    if len(same) == len(groups):
+        most = count_of(max(map(device_ops, groups)), "device op")
+        return f"None of {len(groups)} graphs has fewer device ops than before: {most} at most."
+    others = "The other has" if len(same) == 1 else f"The other {len(same)} have"
+    rest = f" {others} as many as before." if same else ""
+    return f"In {_by_graph([group for group in groups if group not in same], text, len(groups))}.{rest}"
+
+
+def _by_graph(groups: list[list[dict[str, Any]]], text: Callable[[list[dict[str, Any]]], str], of: int) -> str:
+    """``2 of 6 graphs: 2 device ops -> 1; in 'Net inference': 4 ...``: equal compilations together, of so many."""
     alike: dict[str, list[list[dict[str, Any]]]] = {}
     for group in sorted(groups, key=lambda group: -device_ops(group, "given")):
-        alike.setdefault(text(group, ""), []).append(group)
+        alike.setdefault(text(group), []).append(group)
     said = [
-        f"{text(found[0], '' if place else ' device ops')} in '{_name(found[0])}'{_others(found)}"
-        for place, found in enumerate(alike.values())
+        f"{f'{len(found)} of {of} graphs' if len(found) > 1 else repr(_name(found[0]))}: {told}"
+        for told, found in alike.items()
     ]
     rest = [f"and {len(said) - _MOST} more in the table of graphs"] if len(said) > _MOST else []
-    return "; ".join([*said[:_MOST], *rest])
+    return "; ".join(["; in ".join(said[:_MOST]), *rest])
 
 
 def _name(group: list[dict[str, Any]]) -> str:
@@ -344,7 +363,10 @@ def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         alike.setdefault((reason, tuple(found)), []).append(name)
     for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
-        yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
+        said = f"{' and '.join(names)} changed nothing{within}: {reason}."
+        if reason == NO_KERNELS:
+            said = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(names)})."
+        yield _sentence("plain", said)
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -356,11 +378,13 @@ def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         worst = max(refused, key=lambda each: each["bytes_moved"])
         yield _sentence(
             "bad",
-            f"{len(refused)} of {total} input updates still copied, {moved} a call, because {worst['reason']}.",
+            f"{len(refused)} of {count_of(total, 'input update')} still copied, {moved} a call, because "
+            f"{worst['reason']}.",
         )
     elif made:
         saved = _bytes_a_call(graphs, lambda graph: sum(map(_bytes_saved, _writes(graph["rewrites"]))))
-        yield _sentence("good", f"All {total} input updates are written in place, {saved} less a call.")
+        all_ = "The input update is" if total == 1 else f"All {total} input updates are"
+        yield _sentence("good", f"{all_} written in place, which saves copying {saved} in every call.")
 
 
 def _writes(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -389,11 +413,13 @@ def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     captured = counts["captured"] + counts["recaptured"]
     if captured:
         again = f" ({counts['recaptured']} of them again)" if counts["recaptured"] else ""
-        yield _sentence("good", f"{captured} device graphs captured{again}, replayed {counts['replays']} times.")
+        replays = count_of(counts["replays"], "time")
+        yield _sentence("good", f"{count_of(captured, 'device graph')} captured{again}, replayed {replays}.")
     cuts = [cut for graph in graphs for cut in graph["cuts"]]
     if cuts:
         ops = sum(cut["ops"] for cut in cuts)
-        yield _sentence("bad", f"{ops} ops run outside of device graphs; the first because {cuts[0]['reason']}.")
+        run = f"{count_of(ops, 'op')} {'runs' if ops == 1 else 'run'} outside of device graphs"
+        yield _sentence("bad", f"{run}{'; the first' if ops > 1 else ','} because {cuts[0]['reason']}.")
     said: dict[tuple[str, str], list[str]] = {}
     for graph in graphs:
         told = tuple(each["reason"] for each in (*graph["verifications"], *graph["passes"]) if each["reason"])
@@ -432,11 +458,12 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
         yield _sentence("bad", f"{each['what']}: {each['reason']}.")
 
 
-def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
-    """The regions that Inductor compiled, their cost and gain, and the ops that stay outside."""
+def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
+    """The regions that Inductor compiled, their cost and gain, and the ops that stay outside. `is_timed`: whole calls
+    are told about too.
+    """
     tried = _records(graphs, _REGION)
     used = _regions_in_use(graphs)
-    is_preview = any(each["preview"] for graph in graphs for each in graph["rewrites"])
     seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
@@ -444,8 +471,8 @@ def _regions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
         groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
-        gain = _gain(groups, is_preview)
-        yield _sentence("plain" if _KEPT in gain else "good", f"{calls} ops run in {where}{within}. {gain}")
+        gain = _gain(groups, "" if is_timed else _not_eager(graphs))
+        yield _sentence("plain" if _KEPT in gain else "good", f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}")
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence(
@@ -473,8 +500,8 @@ def _busy(measured: Iterable[dict[str, Any]]) -> str:
     return _BUSY if any(each.get("doubtful") for each in measured) else ""
 
 
-def _gain(groups: list[list[dict[str, Any]]], is_preview: bool) -> str:
-    """The speed to expect of the compiled regions of each compilation, from their trials."""
+def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
+    """The times of the compiled regions of each compilation, from their trials, and what is known of `eager`."""
     used = [each for group in groups for each in group]
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
     if not measured:
@@ -487,17 +514,32 @@ def _gain(groups: list[list[dict[str, Any]]], is_preview: bool) -> str:
     ]
     found = sorted(single / compiled for single, compiled in times)
     ratios = [*dict.fromkeys(map(_factor, found))]
-    speed = f"{' to '.join(ratios[:: max(len(ratios) - 1, 1)])} times the speed of single ops"
+    factor = "" if ratios == ["1"] else f": {' to '.join(ratios[:: max(len(ratios) - 1, 1)])} times as fast"
     single, compiled = max(times)
-    of = "for all of them" if len(times) == 1 else "in the longest graph"
-    # a preview, which runs beside the regions, is slower than eager
+    of = "" if len(times) == 1 else " in the longest graph"
     busy = _busy(measured) if found[0] < _CLEAR else ""
     busy = f"{_KEPT}{busy}" if busy and found[0] < 1 else busy
-    expected = "" if is_preview else f" Expect {'at least' if found[0] >= 1 else 'about'} eager's speed."
-    return (
-        f"Measured here: {'the speed of single ops' if ratios == ['1'] else speed}, "
-        f"{_time(compiled)} instead of {_time(single)} {of}{some}.{busy or expected}"
-    )
+    they = "it takes" if len(used) == 1 else "they take"
+    return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or eager}"
+
+
+def _not_eager(graphs: list[dict[str, Any]]) -> str:
+    """The limits of the times of regions: eager runs other ops than those, and a call is more than its regions."""
+    used = _regions_in_use(graphs)
+    is_short = _devices(graphs) == "The CPU" and sum(each["seconds_compiled"] for each in used) < _SHORT
+    also = ", and may be faster: torch's guards alone take some 0.01 ms of a call" if is_short else ""
+    return f" Eager was not timed{also}."
+
+
+def _whole_call(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterator[Sentence]:
+    """How long a call takes, where `explain` has timed it, in eager and with graphex."""
+    if not seconds:
+        return
+    ours, eager = seconds["graphex"], seconds["eager"]
+    what = "A forward" if any(graph["phase"] == "forward" for graph in graphs) else "A call"
+    why = ": torch's guards take longer than graphex can gain in so short a call" if eager < min(ours, _SHORT) else ""
+    tone = "good" if ours < eager else "plain"
+    yield _sentence(tone, f"{what} takes {_time(ours)} with graphex and {_time(eager)} in eager{why}.")
 
 
 def _factor(value: float) -> str:
@@ -512,11 +554,18 @@ def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [each for graph in graphs for each in graph["more"] if each["kind"] == kind]
 
 
-def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
-    """The differences from eager that `explain` found, and the values it could not compare."""
-    facts = data.get("facts") or {}
-    rounding = facts.get("rounding", ()) if (causes := _other_rounding(data["graphs"])) else ()
-    differences = [each for each in facts.get("differences", ()) if each not in rounding]
+def _different(data: dict[str, Any]) -> Iterator[Sentence]:
+    """The differences from eager that are no rounding, which come before everything else, and how to find the cause."""
+    rounding = _rounding(data)
+    found = [each for each in (data.get("facts") or {}).get("differences", ()) if each not in rounding]
+    yield from _told("Different from eager", found, "bad")
+    if found and data["graphs"] and not any(graph["verifications"] for graph in data["graphs"]):
+        yield _sentence("bad", "Set verify=True to find the rule or the pass to blame.")
+
+
+def _compared(data: dict[str, Any]) -> Iterator[Sentence]:
+    """The differences from eager that are rounding, and the values that `explain` could not compare."""
+    rounding, causes = _rounding(data), _other_rounding(data["graphs"])
     if rounding:
         value, found, error = rounding[0].partition(": values differ by up to ")
         largest = f"largest difference {error} ({value})" if found else rounding[0]
@@ -526,15 +575,20 @@ def _comparison(data: dict[str, Any]) -> Iterator[Sentence]:
             f"Equal to eager within rounding, {largest}{more}. {' and '.join(causes)} add and multiply in another "
             f"order; {' with '.join(causes.values())} rounds as eager does.",
         )
-    unknown = [f"{each['what']}: {each['reason']}" for each in facts.get("not_compared", ())]
-    for title, found, tone in (
-        ("Different from eager", differences, "bad"),
-        ("Not compared with eager", unknown, "plain"),
-    ):
-        for said in found[:_MOST]:
-            yield _sentence(tone, f"{title}: {said}.")
-        if len(found) > _MOST:
-            yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")
+    unknown = (data.get("facts") or {}).get("not_compared", ())
+    yield from _told("Not compared with eager", [f"{each['what']}: {each['reason']}" for each in unknown], "plain")
+
+
+def _rounding(data: dict[str, Any]) -> Sequence[str]:
+    """The differences that rounding explains: none where everything that runs rounds as eager does."""
+    return (data.get("facts") or {}).get("rounding", ()) if _other_rounding(data["graphs"]) else ()
+
+
+def _told(title: str, found: list[str], tone: str) -> Iterator[Sentence]:
+    for said in found[:_MOST]:
+        yield _sentence(tone, f"{title}: {said}.")
+    if len(found) > _MOST:
+        yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")
 
 
 def _other_rounding(graphs: list[dict[str, Any]]) -> dict[str, str]:
