@@ -1,6 +1,6 @@
 """Three RMSNorms, two of which fuse. docs/debugging.md finds out why the third does not, and corrects it.
 
-graphex explain --set lift_idioms=always examples/one_norm.py
+graphex explain --set lift_idioms=always --set regions=false examples/one_norm.py
 """
 
 import torch

@@ -28,7 +28,7 @@ def test_a_lifted_idiom_without_a_kernel_counts_as_the_ops_of_its_reference():
     assert report.rule("lift_rms_norm").matched == 1
     before, after = counted(report)
     assert after >= before
-    assert "A preview: 1 device ops on a device with kernels" in report.summary()
+    assert "A preview: 1 device op on a device with kernels" in report.summary()
     assert "1 of 1 RMSNorm sites fused, as a preview." in report.summary()
 
 

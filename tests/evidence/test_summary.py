@@ -509,8 +509,9 @@ def test_bytes_of_updates_in_graphs_that_never_run_in_one_call_are_not_added_up(
     for rows in (2, 256):
         compiled(torch.ones(rows, 4), torch.ones(rows, 4))
     most = max(record.certificate.bytes_saved for record in backend.journal.rewrites)
-    assert f"All 2 input updates are written in place, which saves copying up to {most // 1024} KiB in every call." in told(
-        backend.journal
+    assert (
+        f"All 2 input updates are written in place, which saves copying up to {most // 1024} KiB in every call."
+        in told(backend.journal)
     )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.evidence.report.page import FORMAT
-from graphex.evidence.report.summary import device_ops, rule_counts
+from graphex.evidence.report.summary import count_of, device_ops, rule_counts
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
 _FOLLOWS = "reuse_dead_memory"
@@ -78,8 +78,8 @@ def _of_two_models(before: dict[str, Any], after: dict[str, Any], why: str) -> d
 def _about_model(which: str, data: dict[str, Any]) -> str:
     """The subject of a report: its title, the size of its graphs and the kinds of its modules, or else of its ops."""
     kinds = list(dict.fromkeys(kind or path for path, kind in sorted(_parts(data))))
-    ops = device_ops(data["graphs"], "given")
-    return f"The {which} is of {data['title']}: {ops} device ops as given, with {_some(kinds)}."
+    ops = count_of(device_ops(data["graphs"], "given"), "device op")
+    return f"The {which} is of {data['title']}: {ops} as given, with {_some(kinds)}."
 
 
 def _some(names: Sequence[str]) -> str:
@@ -352,20 +352,23 @@ def _summary(
     slower: list[dict[str, Any]],
 ) -> list[dict[str, str]]:
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
-    lost_text = f"{gone} {'rewrite' if gone == 1 else 'rewrites'} lost, {gained} won"
-    sentences = [_sentence("bad" if gone else "good", f"{lost_text}.")]
-    if edits := model_changes(before, after):
+    lost_text = f"{count_of(gone, 'rewrite')} lost, {gained} won"
+    edits = model_changes(before, after)
+    counts = list(_device_op_sentences(before, after, is_neutral=bool(slower or edits), is_lost=bool(gone)))
+    is_worse = any(each["tone"] == "bad" for each in counts)
+    sentences = [_sentence("bad" if gone else "plain" if is_worse else "good", f"{lost_text}.")]
+    if edits:
         told = f"The models differ: {'; '.join(edits)}."
         sentences = [_sentence("bad", told)]
         sentences.append(_sentence("bad" if gone else "plain", f"{lost_text}, of those in modules that both have."))
     sentences += _causes(_changed(before, after), lost)
     sentences += [_sentence("bad", _lost_text(site)) for site in lost]
     sentences += [_sentence("plain", _slower_text(site)) for site in slower]
-    return [*sentences, *_device_op_sentences(before, after, is_neutral=bool(slower or edits))]
+    return [*sentences, *counts]
 
 
 def _device_op_sentences(
-    before: dict[str, Any], after: dict[str, Any], *, is_neutral: bool
+    before: dict[str, Any], after: dict[str, Any], *, is_neutral: bool, is_lost: bool
 ) -> Iterator[dict[str, str]]:
     """How many ops run here; and, where some rewrites are previews, on a device with kernels for them."""
     graphs = before["graphs"], after["graphs"]
@@ -375,12 +378,14 @@ def _device_op_sentences(
     where = " in all graphs together" if max(map(len, graphs)) > 1 else ""
     tone = "plain" if compared or is_neutral else "bad" if here[1] > here[0] else "good"
     of = ", which says little of models that differ" if model_changes(before, after) else ""
-    yield _sentence(tone, f"{here[0]} device ops -> {here[1]}{where}{of}.")
+    also = "" if is_lost else ": more than before, although no rewrite was lost"
+    yield _sentence(tone, f"{count_of(here[0], 'device op')} -> {here[1]}{where}{of}{also if tone == 'bad' else ''}.")
     if compared and elsewhere != here:
-        text = (
-            f"A preview: {elsewhere[0]} device ops -> {elsewhere[1]} on a device with kernels for the ops of graphex."
+        tone = "plain" if is_neutral else "bad" if elsewhere[1] > elsewhere[0] else "good"
+        counts = (
+            f"{count_of(elsewhere[0], 'device op')} -> {elsewhere[1]} on a device with kernels for the ops of graphex"
         )
-        yield _sentence("plain" if is_neutral else "bad" if elsewhere[1] > elsewhere[0] else "good", text)
+        yield _sentence(tone, f"A preview: {counts}{also if tone == 'bad' else ''}.")
     if compared:
         yield _sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
         return

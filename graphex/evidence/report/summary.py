@@ -288,7 +288,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     from graphex.fusion.rules import FUSIONS, names_of
 
     for rule, (matches, candidates) in rule_counts(graphs).items():
-        if not candidates:
+        if not candidates or (not matches and rule in names_of(FUSIONS) and _is_no_use(graphs, rule)):
             continue
         left_out = _left_out(graphs, rule)
         if left_out == candidates:
@@ -306,6 +306,15 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
+
+
+def _is_no_use(graphs: list[dict[str, Any]], rule: str) -> bool:
+    """Whether a rule has nothing to tell on a CPU, which has no kernel for it: all that it saw was single ops of its
+    pattern, such as any matrix product.
+    """
+    misses = (miss for graph in graphs for miss in graph["near_misses"] if miss["rule"] == rule)
+    is_alone = all(miss["matched"] <= 1 for miss in misses) and not _refusals(graphs, rule)
+    return is_alone and not _left_out(graphs, rule) and _devices(graphs) == "The CPU"
 
 
 def _left_out(graphs: list[dict[str, Any]], rule: str) -> int:
@@ -472,7 +481,10 @@ def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Senten
         groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
         gain = _gain(groups, "" if is_timed else _not_eager(graphs))
-        yield _sentence("plain" if _KEPT in gain else "good", f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}")
+        yield _sentence(
+            "plain" if _KEPT in gain else "good",
+            f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
+        )
     if slower := len(tried) - len(used):
         what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
         yield _sentence(

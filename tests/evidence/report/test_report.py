@@ -153,7 +153,7 @@ def test_several_graphs_of_several_models_are_one_report() -> None:
     data = report_data("both", watch.journals)
     assert [graph["phase"] for graph in data["graphs"]] == ["forward", "backward", "inference"]
     told = data["summary"][0]["text"]
-    assert told == "3 device ops -> 3 in 'Linear forward and backward'; 1 -> 1 in '<lambda> inference'."
+    assert told == "None of 2 graphs has fewer device ops than before: 3 device ops at most."
 
 
 def test_the_first_norm_of_a_model_has_no_residual_and_that_is_no_fault(llama: graphex.Report, tmp_path: Path) -> None:
@@ -243,6 +243,23 @@ def test_a_comparison_counts_what_runs_here_and_calls_the_rest_a_preview(tmp_pat
     assert f"{fused} device ops -> {single}." in told
     (preview,) = [text for text in told if text.startswith("A preview: ")]
     assert preview.endswith(f"-> {single} on a device with kernels for the ops of graphex.")
+
+
+def test_more_device_ops_are_no_gain_though_a_rewrite_was_won(tmp_path: Path) -> None:
+    def once(x: Tensor) -> Tensor:
+        return (x + 0) * 2
+
+    def with_more(x: Tensor) -> Tensor:
+        return ((x + 0) * 2).sin().add_(1)
+
+    with torch.no_grad():
+        before, after = (
+            read_data(graphex.explain(each, (torch.ones(4),)).save(tmp_path / f"{each.__name__}.html"))
+            for each in (once, with_more)
+        )
+    (counted,) = [each for each in compare(before, after)["summary"] if " device ops -> " in each["text"]]
+    assert counted["tone"] == "bad"
+    assert counted["text"].endswith("more than before, although no rewrite was lost.")
 
 
 def test_another_torch_is_the_likely_cause_where_no_option_is(tmp_path: Path) -> None:
