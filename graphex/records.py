@@ -247,6 +247,7 @@ class Generated(Record):
     """One call of `model.generate(custom_generate=graphex.generate)`: `tokens` new ones for each of `batch` sequences.
 
     `first_token_seconds` is the time from the call to the first token on the host, `seconds` the time of all others.
+    `compile_seconds` are those of `seconds` that the second token took, if the step was compiled for it.
     """
 
     kind: ClassVar[str] = "generation"
@@ -256,6 +257,7 @@ class Generated(Record):
     first_token_seconds: float
     seconds: float
     captured: bool
+    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

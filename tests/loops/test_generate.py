@@ -545,6 +545,17 @@ def test_the_first_tokens_time_is_on_record(model):
     assert (last.batch, last.prompt, last.tokens) == (2, 7, 16)
 
 
+def test_the_time_of_a_token_is_told_without_that_of_compiling(model):
+    with torch.compiler.set_stance("default"):
+        looped(model, prompt(), **GREEDY)
+        first = graphex.generation(model)
+        looped(model, prompt(), **GREEDY)
+    assert 0 < first.last.compile_seconds < first.last.seconds
+    assert first.token_seconds == pytest.approx((first.last.seconds - first.last.compile_seconds) / 14)
+    assert "compiling included" in str(first)
+    assert not graphex.generation(model).last.compile_seconds
+
+
 class Steered(torch.nn.Module):
     """A layer with a choice that Python makes, in code that Dynamo does not trace."""
 

@@ -333,9 +333,12 @@ def _blocks(path: str, marked: set[int]) -> list[dict[str, Any]]:
 # Words of the summary -> the page that has the details.
 _PAGES = {
     "device ops": "graph",
+    "device op": "graph",
     "input updates": "memory",
+    "input update": "memory",
     "intermediate memory": "memory",
     "device graphs": "captures",
+    "device graph": "captures",
 }
 # Words of the summary -> the pass that they are about.
 _PASS_SAID = {"compiled region": "compile_regions", "compiled regions": "compile_regions", "regions": "compile_regions"}
