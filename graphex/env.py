@@ -63,7 +63,11 @@ def regions_enabled() -> bool:
 
 
 def cache_enabled() -> bool:
-    """Whether compiled graphs are kept for the next process; the option `cache` can still say no."""
+    """Whether compiled graphs are kept for the next process; the option `cache` can still say no.
+
+    Warns of a limit that is no number: a process that only loads would not ask for it.
+    """
+    cache_limit()
     return _is_on(CACHE)
 
 

@@ -98,6 +98,8 @@ def _passes(journal: Journal) -> Iterator[Any]:
         what = ", ".join(changes[:4]) + (" ..." if len(changes) > 4 else "") or ran.reason
         rows.append((ran.graph, ran.stage, ran.name, ran.status, nodes, f"{ran.seconds * 1000:.1f}", what))
     columns = ("graph", "stage", "pass", "status", "nodes", "ms", "what changed")
+    if not rows and any(each.status == "hit" for each in journal.cache):
+        return iter(["passes\n\n None ran: the graphs came from the cache.\n"])
     return _table("passes", columns, rows, always=True)
 
 

@@ -76,9 +76,12 @@ def register_replacement(
     if known is not None:
         if skip_duplicates:
             return Handle(process_rules, known, skipped=True)
+        what = "is registered already (has a cell of a notebook run twice?)"
+        if known.name != rule.name:
+            what = f"is registered already, and looks for the same as '{rule.name}'"
         raise RuleError(
-            f"Duplicate pattern: rule '{known.name}' already looks for what '{rule.name}' looks for. "
-            "Remove that one first, or pass skip_duplicates=True."
+            f"Duplicate pattern: rule '{known.name}' {what}. Call remove() on the handle that register_replacement "
+            "returned for it, or pass skip_duplicates=True."
         )
     return process_rules.add(rule)
 

@@ -29,8 +29,8 @@ from graphex.analysis import Aliases
 from graphex.analysis.effects import inlined
 from graphex.analysis.memory import predicted_peak
 from graphex.config import CompilerConfig, CustomPass
-from graphex.errors import OptionError, did_you_mean
-from graphex.fusion.rules import users_rules
+from graphex.errors import OptionError, RuleError, did_you_mean
+from graphex.fusion.rules import AnyRule, users_rules
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, JoinWrites, LiftAttention, LiftIdioms
@@ -130,12 +130,22 @@ def check_names(config: CompilerConfig) -> None:
             if name not in names:
                 hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
+    named = [rule.name for rule in users_rules(config) if _is_named(rule)]
+    ours = {rule for _, each in (*OURS, *LAST, *AUTOMATIC) for rule in each.rules()} if named else set()
+    for name in named:
+        if name in ours:
+            raise RuleError(f"your rule '{name}' has the name of a rule of graphex's own. Give it another name.")
     for name in config.regions_keep_out:
         if not is_op(name):
             raise OptionError(
                 f"option 'regions_keep_out' names '{name}', which is no op; names are those of torch.ops, such as "
                 "'aten.mul' or 'aten.mul.Tensor'."
             )
+
+
+def _is_named(rule: AnyRule) -> bool:
+    """Whether a user has named the rule, which has the name of its search function otherwise."""
+    return rule.name != getattr(getattr(rule, "search", None), "__name__", rule.name)
 
 
 def pass_names(config: CompilerConfig) -> set[str]:

@@ -224,7 +224,10 @@ def difference_of_aot_eager(example: dict[str, Any]) -> float:
 def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -> None:
     shown = python("examples/demo.py", TMPDIR=str(tmp_path), COLUMNS="400").stdout
     *_, figure, line, last = filter(None, shown.splitlines())
-    assert re.match(r"A step takes (\d+ % (less|more) time than|as long as in) eager\. .*Now put this line ", figure)
+    told = (
+        r"(A step takes (\d+ % (less|more) time than|as long as in) eager\.|Too noisy to tell: .*) .*Now put this line "
+    )
+    assert re.match(told, figure)
     assert line.strip() == 'model = torch.compile(model, backend="graphex")'
     report = Path(last.rpartition(": ")[2])
     assert report.parent.parent == tmp_path
@@ -232,15 +235,25 @@ def test_the_demo_ends_with_what_to_do_and_where_its_report_is(tmp_path: Path) -
 
 
 def test_the_demo_advises_what_its_figure_asks_for() -> None:
-    from examples.demo import gain, meaning
+    from examples.demo import Times, gain, meaning
 
-    advice = {meaning(ratio, 1 / ratio, device) for ratio in (0.8, 1.2) for device in ("cpu", "cuda")}
-    advice |= {meaning(ratio, ratio, "cpu") for ratio in (0.8, 1.2)}
+    advice = {meaning(Times(1.0, ratio), device) for ratio in (0.8, 1.2) for device in ("cpu", "cuda")}
+    advice |= {meaning(Times(1.0, ratio, is_clear=False), "cpu") for ratio in (0.8, 1.2)}
     assert len(advice) == 5
     assert all("open the report" in each and each[0].isupper() for each in advice)
-    assert gain(0.89) == "A step takes 11 % less time than eager."
-    assert gain(1.2) == "A step takes 20 % more time than eager."
-    assert gain(1.001) == "A step takes as long as in eager."
+    assert gain(Times(1.0, 0.89)) == "A step takes 11 % less time than eager."
+    assert gain(Times(1.0, 1.2)) == "A step takes 20 % more time than eager."
+    assert gain(Times(1.0, 1.001)) == "A step takes as long as in eager."
+
+
+def test_the_demo_tells_no_gain_that_is_smaller_than_the_noise() -> None:
+    from examples.demo import Times, gain
+
+    quiet = Times.of({"eager": [1.0, 1.01, 1.02], "graphex": [0.8, 0.81, 0.82]})
+    noisy = Times.of({"eager": [1.0, 1.4, 1.5], "graphex": [0.8, 1.1, 1.2]})
+    assert gain(quiet) == "A step takes 20 % less time than eager."
+    assert gain(noisy).startswith("Too noisy to tell")
+    assert gain(Times.of({"eager": [1.0, 2.0, 3.0], "graphex": [0.5, 0.9, 1.1]})).startswith("A step takes 50 % less")
 
 
 FOLDER = ROOT / "examples" / "aten_ir"

@@ -209,9 +209,9 @@ def test_a_region_is_measured_where_tuning_is_on(regions, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("graphex_takes", "eager_takes", "said"),
     [
-        (2e-3, 5e-3, "A call takes 2 ms with graphex and 5 ms in eager."),
-        (5e-3, 2e-3, "A call takes 5 ms with graphex and 2 ms in eager."),
-        (2e-5, 1e-5, "A call takes 0.02 ms with graphex and 0.01 ms in eager: torch's guards take longer than"),
+        (2e-3, 5e-3, "A single call takes 2 ms with graphex and 5 ms in eager."),
+        (5e-3, 2e-3, "A single call takes 5 ms with graphex and 2 ms in eager."),
+        (2e-5, 1e-5, "A single call takes 0.02 ms with graphex and 0.01 ms in eager: torch's guards take longer than"),
     ],
 )
 def test_a_whole_call_is_told_beside_eagers_in_place_of_a_guess(graphex_takes, eager_takes, said, regions):
@@ -234,7 +234,7 @@ def test_whole_calls_are_timed_from_one_state_and_not_counted(regions, monkeypat
     with torch.no_grad():
         report = graphex.explain(updated, (state, torch.ones(4)), calls=2)
     assert {*report.seconds} == {*report.to_dict()["seconds"]} == {"eager", "graphex"}
-    assert "A call takes " in report.summary()
+    assert "A single call takes " in report.summary()
     assert [counts["calls"] for counts in report.journal.counts.values()] == [2]
     assert not state.any()
 

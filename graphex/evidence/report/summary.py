@@ -548,7 +548,7 @@ def _whole_call(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iter
     if not seconds:
         return
     ours, eager = seconds["graphex"], seconds["eager"]
-    what = "A forward" if any(graph["phase"] == "forward" for graph in graphs) else "A call"
+    what = "A single forward" if any(graph["phase"] == "forward" for graph in graphs) else "A single call"
     why = ": torch's guards take longer than graphex can gain in so short a call" if eager < min(ours, _SHORT) else ""
     tone = "good" if ours < eager else "plain"
     yield _sentence(tone, f"{what} takes {_time(ours)} with graphex and {_time(eager)} in eager{why}.")
