@@ -105,6 +105,11 @@ def _packages(torch: str | None) -> tuple[str, ...]:
     return tuple(str(Path(each).parent) for each in (__file__, torch) if each)
 
 
+def count_of(count: int, word: str) -> str:
+    """``1 graph``, ``2 graphs``"""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "", *, most: int = 1) -> str:
     """`did you mean 'verify'?`, or `otherwise` where nothing that is known looks like it."""
     near = near_names(str(name), known)[:most]

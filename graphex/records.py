@@ -597,7 +597,8 @@ class Journal:
         broken = {each.line: each for each in self.breaks}.values()
         others = (record for record in self.records if not isinstance(record, GraphBroke))
         kinds = Counter(record.kind for record in (*others, *broken))
-        return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
+        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return f"Journal({counted or 'empty: torch has compiled nothing with this backend yet'})"
 
 
 def json_text(data: object, **layout: Any) -> str:

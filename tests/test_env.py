@@ -16,6 +16,7 @@ from click.testing import CliRunner
 import graphex
 from graphex.cli import main
 from graphex.env import (
+    cache_enabled,
     collector_paused,
     path_of_rank,
     rank_and_size,
@@ -63,6 +64,14 @@ def test_a_word_that_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tuning() == "on"
+
+
+def test_a_limit_of_the_cache_that_is_no_number_is_told_where_nothing_is_stored_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRAPHEX_CACHE_MIB", "abc")
+    with pytest.warns(graphex.GraphexWarning, match="GRAPHEX_CACHE_MIB=abc is no whole number"):
+        cache_enabled()
 
 
 @pytest.mark.parametrize(("given", "found"), [("", True), ("on", True), ("1", True), ("OFF", False), ("0", False)])

@@ -81,14 +81,28 @@ def _rules() -> list[Entry]:
     docs: dict[str, str] = {}
     for family in (*LIFTS, *FUSIONS):
         docs.update(dict.fromkeys(family.names, family.doc))
+    dropped: dict[str, list[str]] = {}
+    for op, noop in NOOPS.items():
+        dropped.setdefault(noop.rule, []).append(str(op))
     for noop in NOOPS.values():
-        docs[noop.rule] = noop.reason
+        docs[noop.rule] = _noop_doc(dropped[noop.rule], noop.reason, noop.keeps)
     found: dict[str, Entry] = {}
     for entry, rules in _passes_with_rules():
         for rule in rules:
             doc = docs.get(rule, entry.doc)
             found.setdefault(rule, Entry(rule, entry.name, doc.splitlines()[0], doc))
     return list(found.values())
+
+
+def _noop_doc(ops: list[str], reason: str, keeps: int) -> str:
+    name = ops[0].split(".")[1]
+    given = ("x", "y")[: keeps + 1]
+    return (
+        f"Drop {', '.join(ops)} where {reason}.\n\n"
+        f"    before:  a = {name}({', '.join(given)}, ...); b = add(a, 1)\n"
+        f"    after:   b = add({given[keeps]}, 1)\n\n"
+        "A call stays where an output would begin to share memory with an input or with another output."
+    )
 
 
 def _passes() -> list[Entry]:

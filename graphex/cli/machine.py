@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphex.cli import Group, json_option, print_json, print_table, styled, waiting
-from graphex.errors import did_you_mean
+from graphex.errors import count_of, did_you_mean
 
 if TYPE_CHECKING:
     from graphex.cache.keys import Key
@@ -340,7 +340,8 @@ def why(wanted: str, as_json: bool) -> None:
         if other.id != entry.id and other.made <= entry.made and (found := store.key(other.id)) is not None
     }
     found = nearest(key, list(others.values()))
-    reason = "it was the first" if found is None else difference(key, found)
+    reason = f"it was the first graph of {key.name}: nothing to compare with"
+    reason = reason if found is None else difference(key, found)
     compared = next((id for id, other in others.items() if other is found), "")
     if as_json:
         print_json({"id": entry.id, "graph": _graph(key), "compared_with": compared, "reason": reason})
@@ -357,7 +358,7 @@ def clear(wanted: str | None) -> None:
     ids = [entry.id for entry in store.entries()] if wanted is None else _ids(store, wanted)
     for id in ids:
         store.discard(id)
-    click.echo(f"removed {len(ids)} graphs from {store.path}")
+    click.echo(f"removed {count_of(len(ids), 'graph')} from {store.path}")
 
 
 @cache.command()
@@ -390,6 +391,8 @@ def export(path: Path, wanted: str | None) -> None:
         raise click.UsageError(f"'{path.parent}' is no directory. Make it first, or give another PATH.")
     store = _store()
     ids = [entry.id for entry in store.entries()] if wanted is None else _ids(store, wanted)
+    if not ids:
+        raise click.ClickException(f"nothing is stored in {store.path}; '{path}' was not written.")
     try:
         size = write_archive(path, store, ids)
     except OSError as error:
@@ -411,14 +414,14 @@ def import_archive(path: Path, yes: bool) -> None:
     if not yes:
         click.confirm(f"Store these in {_store().path}? A graph that is loaded runs code from the archive", abort=True)
     store_archive(files, _store())
-    click.echo(f"stored {sum(name.endswith('.graph') for name in files)} graphs")
+    click.echo(f"stored {count_of(sum(name.endswith('.graph') for name in files), 'graph')}")
 
 
 def _counted(graphs: int, size: int) -> str:
     """``1 graph, 12 KiB``"""
     from graphex.evidence.tables import size_text
 
-    return f"{graphs} graph{'' if graphs == 1 else 's'}, {size_text(size)}"
+    return f"{count_of(graphs, 'graph')}, {size_text(size)}"
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------

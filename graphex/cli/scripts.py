@@ -157,8 +157,11 @@ def explain(
 def _why_nothing(before: Collection[GraphBroke]) -> str:
     """The advice for a script of which no graph has reached graphex. `before` are the graph breaks before it ran."""
     from graphex.frontend.origin import breaks_of_process
+    from graphex.torch_private.dynamo import called_backends
 
     breaks = [f"  {each.line}\n    {each.reason}" for each in breaks_of_process() if each not in before]
+    if others := [repr(name) for name in called_backends()]:
+        return f'It was compiled with {" and ".join(others)}: write torch.compile(model, backend="graphex").'
     cannot = ["If it does, there are no ops beside what Dynamo cannot trace:", *breaks] if breaks else []
     return "\n".join(('Compile something in it: torch.compile(model, backend="graphex").', *cannot))
 

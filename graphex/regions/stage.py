@@ -5,7 +5,7 @@
 
 Regions are grown around writes in place, so this pass runs after these are restored. A region that does not compile
 stays as it is, with the reason on record. With `regions="background"` the regions are put in place at once, run their
-nodes, and get their code later (`graphex.cache.artefacts`).
+nodes, and get their code later, from another process.
 
 The random numbers of dropout in a training forward come from seeds, which one op draws for all of them:
 

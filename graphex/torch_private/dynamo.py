@@ -106,6 +106,7 @@ Where torch keeps it elsewhere, inputs are asked for tangents in every call.
 """
 
 _dispatch_mode_stack = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
+_cached_backends: dict[int, Any] = private("torch._dynamo.eval_frame.cached_backends", {})
 _trace_log: Any = private("torch._logging._internal.trace_log", None, lost=_NO_ARTIFACTS)
 _trace_structured = private("torch._logging._internal.trace_structured", None, lost=_NO_ARTIFACTS)
 _TraceHandler: Any = private("torch._logging._internal.LazyTraceHandler", object)
@@ -444,6 +445,12 @@ def backend_of(compiled: object) -> object | None:
     callback = getattr(context, "callback", None)
     backend: object = None if callback is None else _innermost(callback)
     return backend
+
+
+def called_backends() -> list[str]:
+    """The names of the backends that something was compiled with in this process, where they have names."""
+    found = (getattr(each, "compiler_name", getattr(each, "__name__", None)) for each in _cached_backends.values())
+    return list(dict.fromkeys(name for name in found if isinstance(name, str)))
 
 
 def compiled_ahead(compiled: object) -> object:

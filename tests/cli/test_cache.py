@@ -48,6 +48,12 @@ def test_list_says_what_is_stored(two):
     assert "2 graphs" in called("list")
 
 
+def test_export_of_an_empty_cache_writes_nothing(folder, tmp_path):  # noqa: F811
+    path = tmp_path / "graphs.tar.gz"
+    assert "nothing is stored" in called("export", path, code=1)
+    assert not path.exists()
+
+
 def test_why_names_the_first_difference(two):
     latest, first = json.loads(called("list", "--json"))["graphs"]
     reason = "the option 'inplace_pass' was True and is False"
@@ -58,7 +64,7 @@ def test_why_names_the_first_difference(two):
         "reason": reason,
     }
     assert reason in called("why", latest["id"])
-    assert called("why", first["id"]).endswith("it was the first\n")
+    assert called("why", first["id"]).endswith("it was the first graph of function: nothing to compare with\n")
     assert "did you mean 'function'" in called("why", "functoin", code=2)
 
 

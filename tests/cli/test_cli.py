@@ -163,6 +163,13 @@ def test_explain_of_a_script_that_compiles_nothing_has_a_code_of_its_own(script:
     assert not page.exists()
 
 
+def test_explain_of_a_script_that_uses_another_backend_names_it(script: Path) -> None:
+    script.write_text("import torch\ntorch.compile(torch.sin, backend='aot_eager')(torch.ones(2))\n")
+    ended = CliRunner().invoke(main, ["explain", str(script)])
+    assert ended.exit_code == 3
+    assert "It was compiled with 'aot_eager': write torch.compile(model, backend=\"graphex\")." in ended.output
+
+
 def test_explain_of_a_script_of_which_dynamo_compiles_nothing_says_where_and_why(script: Path) -> None:
     script.write_text(
         """

@@ -96,13 +96,21 @@ def test_a_rule_can_belong_to_one_configuration():
 
 def test_duplicates_are_an_error_or_skipped():
     with graphex.register_replacement(add_norm, fused_add_norm, norm_examples()) as first:
-        with pytest.raises(graphex.RuleError, match="Duplicate pattern"):
+        with pytest.raises(graphex.RuleError, match=r"Duplicate pattern: .* registered already .* Call remove\(\)"):
             graphex.register_replacement(add_norm, fused_add_norm, norm_examples())
         again = graphex.register_replacement(add_norm, fused_add_norm, norm_examples(), skip_duplicates=True)
         assert first
         assert not again
         again.remove()
         assert Fused(add_norm, *norm_inputs()).fusions() == ["add_norm"]
+
+
+def test_a_rule_does_not_take_the_name_of_one_of_graphexs_own():
+    with graphex.register_replacement(add_norm, fused_add_norm, norm_examples(), name="linears"):
+        with pytest.raises(graphex.RuleError, match="your rule 'linears' has the name of a rule of graphex's own"):
+            graphex.explain(add_norm, norm_inputs())
+    with graphex.register_replacement(add_norm, fused_add_norm, norm_examples(), name="my_norm"):
+        assert graphex.explain(add_norm, norm_inputs()).rule("my_norm").matched
 
 
 # -- what matches ------------------------------------------------------------------------------------------------------

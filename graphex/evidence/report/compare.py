@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from graphex.errors import count_of
 from graphex.evidence.report.page import FORMAT
-from graphex.evidence.report.summary import count_of, device_ops, rule_counts
+from graphex.evidence.report.summary import device_ops, rule_counts
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
 _FOLLOWS = "reuse_dead_memory"

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from graphex.errors import count_of
 from graphex.evidence.tables import size_text
 from graphex.records import NO_KERNELS
 
@@ -127,11 +128,6 @@ def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 
 def _sentence(tone: str, text: str) -> Sentence:
     return {"tone": tone, "text": text}
-
-
-def count_of(count: int, word: str) -> str:
-    """``1 graph``, ``2 graphs``"""
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
