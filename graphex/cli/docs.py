@@ -198,7 +198,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ops": ops_section,
     "commands": commands_section,
     "torch versions": versions_section,
-    "fusions": lambda: families_section(FUSIONS),
+    "fusions": lambda: families_section(sorted(FUSIONS, key=lambda family: family.module == "npu")),
     "lifts": lambda: families_section(LIFTS),
     "ascend names": ascend_section("names"),
     "torchair options": ascend_section("torchair_options"),

@@ -384,7 +384,10 @@ def verify(as_json: bool) -> None:
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("wanted", metavar="[MODEL|ID]", required=False)
 def export(path: Path, wanted: str | None) -> None:
-    """Write the stored graphs, or some of them, to one archive for another machine of the same kind."""
+    """Write the stored graphs, or some of them, to one archive for another machine of the same kind.
+
+    Ends with 1 if nothing is stored.
+    """
     from graphex.cache.store import write_archive
 
     if not path.parent.is_dir():

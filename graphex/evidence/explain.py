@@ -223,7 +223,7 @@ def explain(
 
     The calls work on copies of the inputs. Everything that the model keeps and can write (parameters, buffers,
     gradients, attributes, caches in lists and dictionaries, closures) is as it was afterwards. With gradients enabled,
-    the backward is compiled and compared too.
+    the backward is compiled and compared too. On a CPU some more calls are made to time a short model beside eager.
     """
     _check(model, args, kwargs, calls)
     model = getattr(model, "_orig_mod", model)

@@ -28,9 +28,9 @@ from torch.fx import Graph
 from graphex.analysis import Aliases
 from graphex.analysis.effects import inlined
 from graphex.analysis.memory import predicted_peak
-from graphex.config import CompilerConfig, CustomPass
+from graphex.config import AnyRule, CompilerConfig, CustomPass
 from graphex.errors import OptionError, RuleError, did_you_mean
-from graphex.fusion.rules import AnyRule, users_rules
+from graphex.fusion.rules import users_rules
 from graphex.passes.clean import MergeCommonSubexpressions, RemoveDeadCode, RemoveNoops, RemoveRedundantCopies
 from graphex.passes.experts import LiftExperts
 from graphex.passes.fuse import FuseJointPatterns, FusePatterns, JoinWrites, LiftAttention, LiftIdioms

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import graphex
 from graphex.debug.history import GraphHistory
 from graphex.evidence.report.data import report_data
-from graphex.records import RegionCompiled
+from graphex.evidence.tables import printed
+from graphex.records import CacheAsked, RegionCompiled
 from graphex.regions.compiler import Outcome
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU alone is the subject")
@@ -552,6 +553,20 @@ def test_a_sentence_about_sites_that_are_not_fused_can_be_read_aloud(count, said
     with torch.no_grad():
         report = graphex.explain(model, (torch.ones(3),), options={"fusion_rules": [rule]}, calls=1)
     assert said in report.summary()
+
+
+@on_a_cpu
+def test_a_rule_that_only_saw_single_ops_of_its_pattern_is_not_told_of_on_a_cpu():
+    with torch.no_grad():
+        report = graphex.explain(torch.bmm, (torch.ones(2, 3, 128), torch.ones(2, 128, 4)), calls=1)
+    assert report.rule("batchmatmul_transpose").near_misses
+    assert "batchmatmul_transpose" not in report.summary()
+
+
+def test_a_step_that_came_from_the_cache_says_that_no_pass_ran():
+    journal = graphex.Journal()
+    journal.add(CacheAsked("f inference", "hit"))
+    assert "None ran: the graphs came from the cache." in printed("f", journal)
 
 
 # -- names and graphs --------------------------------------------------------------------------------------------------

@@ -283,8 +283,9 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     from graphex.fusion.rules import FUSIONS, names_of
 
+    ours = names_of(FUSIONS)
     for rule, (matches, candidates) in rule_counts(graphs).items():
-        if not candidates or (not matches and rule in names_of(FUSIONS) and _is_no_use(graphs, rule)):
+        if not candidates or (not matches and rule in ours and _is_no_use(graphs, rule)):
             continue
         left_out = _left_out(graphs, rule)
         if left_out == candidates:
@@ -300,7 +301,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         within = f" in {where} graphs" if where > 1 else ""
         text = f"{matches} of {candidates} {title_of(rule)} sites{within} fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
-        idle = "plain" if rule in names_of(FUSIONS) and not (matches and _can_be_helped(graphs, rule)) else "bad"
+        idle = "plain" if rule in ours and not (matches and _can_be_helped(graphs, rule)) else "bad"
         yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
 
 
@@ -368,10 +369,10 @@ def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         alike.setdefault((reason, tuple(found)), []).append(name)
     for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
-        said = f"{' and '.join(names)} changed nothing{within}: {reason}."
+        text = f"{' and '.join(names)} changed nothing{within}: {reason}."
         if reason == NO_KERNELS:
-            said = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(names)})."
-        yield _sentence("plain", said)
+            text = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(names)})."
+        yield _sentence("plain", text)
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:

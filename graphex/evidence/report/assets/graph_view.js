@@ -51,7 +51,7 @@ class GraphView {
     const nodes = this.visible.parts.length - closed;
     const regions = this.visible.boxes.filter((box) => box.region).flatMap((box) => leavesOf(box));
     const all = new Set([...this.items.map((item) => item.node.name), ...regions.map((leaf) => leaf.id)]).size;
-    this.onStatus(`${plural(nodes, "node")} and ${plural(closed, "closed module")} drawn of ${plural(all, "node")}`);
+    this.onStatus(`${plural(all, "node")}: ${plural(closed, "closed module")} and ${plural(nodes, "node")} shown`);
   }
 
   create() {
