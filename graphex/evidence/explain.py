@@ -15,6 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
 _WRAPPER = "auto_functionalized"  # its first argument is the op
-SHORT, LONGEST, ROUNDS = 0.1, 0.5, 30  # seconds of a model that is timed, and of its timing; calls of each
+SHORT, LONGEST = 0.1, 0.5  # seconds of a call that is timed, and after which no round is begun
+ROUNDS, MOST_ROUNDS = 3, 30
 _KNOWN = (
     PURE_NAMESPACES | COLLECTIVE_NAMESPACES | {"streams", "higher_order", "quantized", "inductor", "fsdp", "mkldnn"}
 )
@@ -297,27 +299,30 @@ class _Subject:
             self._random.restore()
 
     def timed(self, models: Mapping[str, Callable[..., Any]], journal: Journal) -> dict[str, float]:
-        """The seconds of the shortest call of each model, called in turns from one state; the journal does not count
-        these calls.
+        """The seconds of the shortest call of each model, called in turns from one state. The journal does not count
+        these calls. Nothing where a call raises, which those before did not, or where they are too long to be repeated.
         """
         counts = {graph: Counter(found) for graph, found in journal.counts.items()}
         found: dict[str, list[float]] = {name: [] for name in models}
         ends = time.perf_counter() + LONGEST
-        while len(found["eager"]) < ROUNDS and time.perf_counter() < ends:
-            for name, model in models.items():
-                found[name].append(self._seconds(model))
+        with suppress(Exception):
+            while len(found["eager"]) < MOST_ROUNDS and time.perf_counter() < ends:
+                for name, model in models.items():
+                    found[name].append(self._seconds(model))
         for graph, counter in journal.counts.items():
             counter.clear()
             counter.update(counts.get(graph, Counter()))
-        return {name: min(each) for name, each in found.items()}
+        is_enough = all(len(each) >= ROUNDS for each in found.values())
+        return {name: min(each) for name, each in found.items()} if is_enough else {}
 
     def _seconds(self, model: Callable[..., Any]) -> float:
         args, kwargs, _ = self._inputs()
         self._random.restore()
         try:
-            began = time.perf_counter()
-            model(*args, **kwargs)
-            return time.perf_counter() - began
+            with without_reducing(self._model):
+                began = time.perf_counter()
+                model(*args, **kwargs)
+                return time.perf_counter() - began
         finally:
             self._before.restore()
             self._random.restore()
