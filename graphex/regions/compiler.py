@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from graphex import env
+from graphex.analysis import known_equal
 from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
@@ -285,8 +286,36 @@ def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
     return x + (a.to(reduce(torch.promote_types, deciding)) * value) * b
 
 
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """A concatenation that Inductor would make of one part: contiguous and in the type of all parts, as eager's.
+
+    Inductor keeps the strides of a part that is repeated or the only one with elements, and forgets the type of the
+    others. A cache of transformers begins with `cat([empty, keys.transpose(1, 2)])`.
+    """
+    parts = [each for each in tensors if not _is_left_out(each, dim)]
+    first = parts[0] if parts else None
+    if first is None or (len(tensors) == 1 and first.dim() > 3):  # which may be in channels last, and stay so
+        return NotImplemented
+    if all(each is first for each in parts):
+        dim %= first.dim()
+        sizes = [len(parts) * size if place == dim else size for place, size in enumerate(first.shape)]
+        rows = first.unsqueeze(dim).expand(*first.shape[:dim], len(parts), *first.shape[dim:])
+        whole = rows.clone(memory_format=torch.contiguous_format).view(sizes)
+    elif len(parts) < len(tensors):
+        whole = torch.cat(parts, dim)
+    else:
+        return NotImplemented
+    return whole.to(reduce(torch.promote_types, (each.dtype for each in tensors)))
+
+
+def _is_left_out(part: Tensor, dim: int) -> bool:
+    """Whether a part adds nothing: it has no elements along this dimension, or is a list of none beside any rank."""
+    return known_equal(part.shape[0 if part.dim() == 1 else dim], 0)
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.addcmul.default: _added_product,
+    torch.ops.aten.cat.default: _joined,
     torch.ops.aten.celu.default: _celu,
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_max.default: _bounded,

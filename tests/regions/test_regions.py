@@ -1329,6 +1329,33 @@ def test_whether_bytes_are_nonzero_is_a_byte():
     assert regions(run)
 
 
+HALVES = {
+    "an empty list of keys": lambda x: torch.cat([x.new_empty(0), x.transpose(1, 2)], 1),
+    "a part without rows": lambda x: torch.cat([x.transpose(1, 2)[:, :0], x.transpose(1, 2)], 1),
+    "nothing of a wider type": lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x.transpose(1, 2)], -1),
+    "nothing, and two parts": lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x.sin(), x * 2], 1),
+    "one part": lambda x: torch.cat([x.transpose(1, 2)], 2),
+    "one part twice": lambda x: torch.cat([x[:1].transpose(1, 2)] * 2),
+    "one part twice, in the last dimension": lambda x: torch.cat([x.transpose(1, 2)] * 2, -1),
+}
+
+
+@pytest.mark.parametrize("join", HALVES.values(), ids=HALVES)
+def test_a_concatenation_of_one_part_has_eagers_strides_and_type(join):
+    """Inductor copies the part with its strides; what follows may view it as it lies in eager's memory."""
+
+    def program(x):
+        joined = join(x).sin() * 2
+        return joined, joined.view(-1, joined.shape[-1] * joined.shape[-2]).cos() + 1
+
+    run, x = compiled(program), torch.randn(4, 3, 5)
+    results, expected = run(x), program(x)
+    close(results, expected)
+    assert [each.stride() for each in results] == [each.stride() for each in expected]
+    assert [region.status for region in regions(run)] == ["compiled"]
+    assert not graphex.journal(run).fallbacks
+
+
 # -- programs nobody thought of ----------------------------------------------------------------------------------------
 
 
