@@ -51,7 +51,7 @@ class LiftExperts(IdiomPass):
         self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
     def replace(self, work: Work, site: ExpertsSite) -> None:
-        nodes = [node for node in work.graph.nodes if node in site.inner]
+        nodes = sorted(site.inner)
         with work.graph.inserting_before(site.end):
             x, end = site.x.meta["val"], site.end.meta["val"]
             residual = () if site.residual is None else (_viewed(site.residual, x, nodes),)

@@ -48,9 +48,9 @@ class LiftRouters(IdiomPass):
         if (clamp := router.clamp) is not None:
             clamp.replace_all_uses_with(clamp.args[0])
             graph.erase_node(clamp)
-        nodes = [node for node in graph.nodes if node in router.inner]
+        nodes = sorted(router.inner)
         line = node_line(nodes[-1])
-        with graph.inserting_before(next(node for node in graph.nodes if node in router.ends)):
+        with graph.inserting_before(min(router.ends)):
             new = graph.call_function(torch.ops.graphex.route.default, router.arguments)
             parts = [graph.call_function(operator.getitem, (new, at)) for at in range(2)]
         new.meta["val"] = tuple(old.meta["val"] for old in router.ends)
@@ -79,7 +79,7 @@ class JoinRouters(IdiomPass):
         self.lift(work, ((node, site if (why := site.refusal()) is None else why) for node, site in found))
 
     def replace(self, work: Work, site: JoinedRouter) -> None:
-        graph, nodes = work.graph, [node for node in work.graph.nodes if node in site.inner]
+        graph, nodes = work.graph, sorted(site.inner)
         with graph.inserting_before(site.mixture):
             new = graph.call_function(torch.ops.graphex.routed_experts.default, site.arguments, site.mixture.kwargs)
         new.meta["val"] = site.mixture.meta["val"]
