@@ -54,7 +54,8 @@ from graphex.analysis.shapes import (
     shares_offset_with,
     with_true_offset,
 )
-from graphex.torch_private.graphs import holds_tensors, is_composite
+from graphex.torch_private.graphs import holds_tensors, is_composite, is_erased
+from graphex.torch_private.memory import storage_key
 
 # -- storages of results -----------------------------------------------------------------------------------------------
 # Where the results of an op may live, by the alias annotations of its schema.
@@ -427,7 +428,7 @@ class Aliases:
         storage: Storage = (node, 0)
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            storage = self._by_memory.setdefault(value.untyped_storage()._cdata, storage)
+            storage = self._by_memory.setdefault(storage_key(value), storage)
         elif value is not None and not isinstance(value, torch.Tensor):
             return frozenset()  # a size
         self._inputs.add(storage)
@@ -438,7 +439,7 @@ class Aliases:
         value = node.meta.get("val")
         if not storages or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return storages
-        known = self._by_memory.setdefault(value.untyped_storage()._cdata, next(iter(storages)))
+        known = self._by_memory.setdefault(storage_key(value), next(iter(storages)))
         return storages if known in storages else storages | {known}
 
     def _part_of(self, node: Node) -> frozenset[Storage]:
@@ -518,7 +519,7 @@ class Aliases:
         positions = sorted({*self._reads.get(storage, ()), self._position[storage[0]]})
         found: dict[Hashable, list[Node]] = {}
         for node in (self._nodes[position] for position in positions):
-            if not node._erased and is_work(node):
+            if not is_erased(node) and is_work(node):
                 found.setdefault(stream_of(node), []).append(node)
         return found
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphex.torch_private.dynamo import disable
-from graphex.torch_private.memory import marked, marks_of
+from graphex.torch_private.memory import marked, marks_of, storage_address
 from graphex.torch_private.npu import (
     allocate_on_host,
     as_host,
@@ -156,7 +156,7 @@ class _Call:
 
 def _grown(host: Tensor, tensor: Tensor) -> Tensor:
     """Give the npu tensor the size and storage of its host tensor, which an op with `out=` may have resized."""
-    same_memory = host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    same_memory = storage_address(host) == storage_address(tensor)
     if not same_memory or host.shape != tensor.shape or host.stride() != tensor.stride():
         set_metadata(tensor, storage_as_npu(host.untyped_storage()), host)
     return tensor
@@ -305,9 +305,9 @@ class Tape:
     def play(self) -> None:
         for op, args, kwargs, result in self.calls:
             again = op(*args, **kwargs)
-            given = {_address(leaf) for leaf in _tensors((args, kwargs))}
+            given = {storage_address(leaf) for leaf in _tensors((args, kwargs))}
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                if _address(old) not in given:  # neither written in place nor a view
+                if storage_address(old) not in given:  # neither written in place nor a view
                     old.copy_(new)
 
 
@@ -387,10 +387,6 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

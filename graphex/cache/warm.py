@@ -65,6 +65,7 @@ from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, is_transformed, modes_enabled
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
 
 _WANTS_PASSES = {  # options that are about the passes themselves, or about the graph between them
@@ -533,7 +534,7 @@ class _DynamoPacker(Packer):
     def __init__(self, inputs: dict[Node, Any]) -> None:
         super().__init__()
         self._inputs = inputs
-        memory = Counter(each.untyped_storage()._cdata for each in inputs.values() if isinstance(each, Tensor))
+        memory = Counter(storage_key(each) for each in inputs.values() if isinstance(each, Tensor))
         self._shared = {each: place for place, (each, count) in enumerate(memory.items()) if count > 1}
 
     def target(self, node: Node) -> str:
@@ -565,7 +566,7 @@ class _DynamoPacker(Packer):
         ):
             raise self.refuse(f"is of type {type(value).__name__}")
         static = node.meta.get("tensor_dict", {}).get(_STATIC)
-        memory = self._shared.get(value.untyped_storage()._cdata)
+        memory = self._shared.get(storage_key(value))
         shares = None if memory is None else (memory, value.storage_offset(), tuple(value.shape), value.stride())
         flags = value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()
         return type(value).__name__, str(static), flags, shares

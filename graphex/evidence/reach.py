@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from graphex.debug.tensors import is_plain
-from graphex.torch_private.memory import whole_storage
+from graphex.torch_private.memory import storage_key, whole_storage
 
 CLOSED = frozenset({"torch", "triton", "numpy", "graphex", "builtins"}) | sys.stdlib_module_names
 _OPEN = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils._pytree")
@@ -382,7 +382,7 @@ def tensor_restorer(tensor: Tensor) -> Restorer:
 def _layout(plain: Tensor) -> tuple[Any, ...]:
     if not is_plain(plain):
         return ()
-    return plain.untyped_storage()._cdata, plain.storage_offset(), plain.size(), plain.stride()
+    return storage_key(plain), plain.storage_offset(), plain.size(), plain.stride()
 
 
 class Memory:

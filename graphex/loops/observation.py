@@ -42,7 +42,8 @@ import torch
 from torch import Tensor, nn
 
 from graphex.errors import users_frame
-from graphex.torch_private.dynamo import DispatchMode
+from graphex.torch_private.dynamo import COMPILED_CALL, DispatchMode
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
@@ -278,7 +279,7 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     """A number for the memory of a tensor; for one that is sparse, of its own."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+    return storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
 
 
 def _address(tensor: Tensor) -> int:
@@ -319,7 +320,7 @@ _REMEMBERED = 64  # versions
 _LENGTH = "the length of "
 _END, _ABSENT = object(), object()
 _PARTS = ("._parameters", "._buffers", "._modules")
-_NOT_THE_USERS = ("._compiled_call_impl",)  # set while a step runs
+_NOT_THE_USERS = (f".{COMPILED_CALL}",)  # set while a step runs
 
 Live = Callable[[], Iterable[Any]]
 Source = tuple[Sequence[str], Live]  # names, and the values that they stand for by now

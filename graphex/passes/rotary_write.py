@@ -36,6 +36,7 @@ from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.rewrite.base import GraphPass, Motion, Read, Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
+from graphex.torch_private.graphs import is_erased
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -120,7 +121,7 @@ class _Joiner:
             return None
         index = self.place[key.node]
         near = [self.writes[at] for at in (index + 1, index - 1) if 0 <= at < len(self.writes)]
-        for write in (row_write(node) for node in near if not node._erased):
+        for write in (row_write(node) for node in near if not is_erased(node)):
             if write is not None and write.is_beside(key) and write.rows not in keys:
                 return write
         return None

@@ -59,6 +59,7 @@ from graphex.torch_private.inductor import (
     without_inductor,
     wrapping_integers,
 )
+from graphex.torch_private.memory import extent
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
 MM = torch.ops.aten.mm.default
@@ -615,8 +616,7 @@ def _number(value: Any) -> Any:
 
 def _extent(value: Tensor) -> int:
     """How many elements of memory a tensor reaches over."""
-    pairs = [(hint_of(size, 1), hint_of(step, 1)) for size, step in zip(value.shape, value.stride(), strict=True)]
-    return 0 if any(not size for size, _ in pairs) else 1 + sum((size - 1) * step for size, step in pairs)
+    return extent(*([hint_of(each, 1) for each in sizes] for sizes in (value.shape, value.stride())))
 
 
 def _like(value: Tensor) -> Tensor:

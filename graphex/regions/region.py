@@ -31,6 +31,7 @@ from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
 from graphex.regions.members import Lookup, are_in_range, lookups_of
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
 Symbols = dict[Any, int]
@@ -269,10 +270,10 @@ def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
     """The places of results that share memory with an input or an earlier result: later passes rely on it that none
     does. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
     """
-    seen = {value.untyped_storage()._cdata for value in given if isinstance(value, Tensor)}
+    seen = {storage_key(value) for value in given if isinstance(value, Tensor)}
     places = set()
     for place, result in enumerate(results):
-        memory = result.untyped_storage()._cdata
+        memory = storage_key(result)
         if memory in seen:
             places.add(place)
         seen.add(memory)

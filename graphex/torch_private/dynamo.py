@@ -547,10 +547,24 @@ def _innermost(callback: Any) -> object:
 
 def _compiled_in_place(compiled: object) -> object:
     """`module.compile()` returns nothing: the module keeps what `torch.compile` returned."""
-    if isinstance(compiled, DistributedDataParallel) and compiled._compiled_call_impl is None:
+    if isinstance(compiled, DistributedDataParallel) and compiled_call(compiled) is None:
         compiled = compiled.module
-    inner = compiled._compiled_call_impl if isinstance(compiled, torch.nn.Module) else None
+    inner = compiled_call(compiled) if isinstance(compiled, torch.nn.Module) else None
     return compiled if inner is None else inner
+
+
+COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds what it calls instead of itself
+
+
+def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What calls of a module run once `module.compile()` was called; None before."""
+    found: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
+    return found
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let calls of a module run this; its own `forward` for None."""
+    setattr(module, COMPILED_CALL, call)
 
 
 def _context_in_closure(compiled: object) -> object | None:

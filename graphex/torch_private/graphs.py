@@ -12,8 +12,8 @@ the names of the third part models with mutable custom ops run without graphex's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,26 @@ def graph_module(root: torch.nn.Module, graph: Graph, class_name: str = "GraphMo
 def copy_module(gm: GraphModule) -> GraphModule:
     """A module with a graph of its own; submodules, parameters and constants are shared."""
     return graph_module(gm, copy_graph(gm.graph))
+
+
+def is_erased(node: Node) -> bool:
+    """Whether a node has been taken out of its graph."""
+    return bool(node._erased)
+
+
+def pytree_of(graph: Graph) -> Any:
+    """How the arguments and results of a graph's module are nested; None if they are flat."""
+    return getattr(graph._codegen, "pytree_info", None)
+
+
+@contextmanager
+def replacements_told(gm: GraphModule, note: Callable[[Node, str, Node], None]) -> Iterator[None]:
+    """Tell `note` of every node of a module that another replaces: the old one, the new name, a reader."""
+    gm._register_replace_node_hook(note)
+    try:
+        yield
+    finally:
+        gm._unregister_replace_node_hook(note)
 
 
 def set_graph(gm: GraphModule, graph: Graph) -> None:

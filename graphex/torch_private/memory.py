@@ -121,6 +121,23 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return bool(_internal_overlap(tensor) == 1)
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The storage of a tensor as a number, for as long as the storage lives. Fake tensors have one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins in memory; 0 if it holds nothing. Fake tensors have no address."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from a tensor's first to its last, gaps included, expanded dimensions counted once."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory behind a tensor as one flat tensor."""
     memory = tensor.untyped_storage()
@@ -186,7 +203,7 @@ class Owners:
 
     def own(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a storage of these."""
-        return tensor.untyped_storage()._cdata in self._places
+        return storage_key(tensor) in self._places
 
     def alone(self, readers: Mapping[int, int]) -> dict[int, int]:
         """Of memory that so many more tensors hold now, by its address, the part that nothing else holds besides."""
@@ -212,4 +229,4 @@ class Owners:
 
 def storage_owners(tensor: Tensor) -> int:
     """How many tensors hold the memory of this one."""
-    return int(_storage_uses(tensor.untyped_storage()._cdata))
+    return int(_storage_uses(storage_key(tensor)))
