@@ -315,8 +315,9 @@ class Aliases:
             if kept.target is operator.getitem:  # native_dropout of nothing, for one, hands back its very argument
                 return "the output might become the very tensor that was passed in"
             return None
-        if use := self.in_use.why_escaped(node) or self.in_use.why_escaped(kept):
-            return use.reason
+        for value in (node, kept):
+            if (use := self.in_use.why_escaped(value)) is not None:
+                return use.reason
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
         if self.shows_its_offset(node) and not same_offset(with_true_offset(node), with_true_offset(kept)):

@@ -188,23 +188,25 @@ class RemoveNoops(GraphPass):
                 work.replace(node, kept, rule=noop.rule, because=noop.reason)
 
 
-def _why_needed(work: Work, node: Node, kept: Node) -> str | None:
-    """A copy of an input as it was lets the input be updated where it is, which saves two copies."""
+def _why_needed(work: Work, node: Node, kept: Node) -> str:
+    """Why a copy stays; empty if it need not. A copy of an input as it was lets the input be updated where it is, which
+    saves two copies.
+    """
     aliases = work.aliases
     if node.target is not aten.clone.default or not work.config.input_inplace_pass or not aliases.is_written(kept):
-        return None
+        return ""
     for write in aliases.writes(kept):
         first = first_write_in_place(work, write)
         if first is not None and aliases.position(node) < aliases.position(first) < aliases.last_read(node):
             return "the original is updated in place while the copy is still read"
-    return None
+    return ""
 
 
-def _why_run(node: Node, noop: Noop) -> str | None:
-    """A value that is overwritten need not be computed, unless the user would no longer see it raise."""
+def _why_run(node: Node, noop: Noop) -> str:
+    """Why a value that is overwritten is computed all the same: the user would no longer see it raise. Empty if not."""
     overwritten = node.args[0] if noop.keeps else None
     raiser = lost_without(node, overwritten) if isinstance(overwritten, Node) else None
-    return None if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
+    return "" if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
 
 
 def _kept_value(node: Node, noop: Noop) -> Node | None:
@@ -317,12 +319,13 @@ def _writes_what_is_there(work: Work, node: Node) -> bool:
     return is_copy and not written
 
 
-def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str | None:
+def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str:
+    """Why the source of a cast of a cast cannot take its place; empty if it can."""
     if work.aliases.written_between(source, middle, work.aliases.last_read(node)):
         return "the original is written to after it was read"
     if work.aliases.is_written(middle):
         return "the value in between is written to in this graph"
-    return work.aliases.why_not_same(node, source)
+    return work.aliases.why_not_same(node, source) or ""
 
 
 def _detour(node: Node) -> tuple[Node, Node] | None:

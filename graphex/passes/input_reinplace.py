@@ -147,7 +147,7 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
             for base in written_bases(node):
                 if not isinstance(base, Node) or not _is_unread(work, node, base):
                     continue
-                if use := work.aliases.in_use.why(base, node):
+                if (use := work.aliases.in_use.why(base, node)) is not None:
                     refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
                     work.refuse(node, refusal, rule=ARGUMENT, bytes_moved=2 * bytes_of(base))
                 else:
@@ -319,11 +319,11 @@ class _Proof:
         chain, aliases = self.chain, self.aliases
         is_version = (writes_to(chain.target) or NO_WRITES).is_version
         for step in steps:
-            if not is_version(step) and (use := aliases.in_use.why_escaped(step)):
+            if not is_version(step) and (use := aliases.in_use.why_escaped(step)) is not None:
                 return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None
         for step in chain.steps:
             writer = _writer(step)
-            if use := aliases.in_use.why_in_flight(chain.target, writer):
+            if (use := aliases.in_use.why_in_flight(chain.target, writer)) is not None:
                 return Refusal(f"the old value is not free: {use.reason}", step, use.edit), None
             if not is_version(step) and (reader := aliases.in_use.keeper_between(chain.target, writer, chain.epilogue)):
                 return Refusal(f"'{reader.name}' may read the old value, which a custom op may have kept", step), None
@@ -335,8 +335,9 @@ class _Proof:
             if (refusal := self._why_not_there(place)) is not None:
                 return refusal
         old = updated(step, declared=True)
-        if reinplace.updated_argument(step) is not None and (reason := reinplace.why_not_called(_writer(step), old)):
-            return Refusal(reason, step)
+        is_call = reinplace.updated_argument(step) is not None
+        if is_call and (refusal := reinplace.why_not_called(_writer(step), old)) is not None:
+            return replace(refusal, node=step)
         if self._operands_share(step, old if old is not None else step.args[0]):
             return Refusal("the update reads the memory it would write", step)
         return None
