@@ -256,7 +256,7 @@ def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layout
         chain = find_chain(epilogue, whole, declared=declared)
         if chain is None:
             break
-        proof = _Proof(work, chain)
+        proof = ChainProof(work, chain)
         problem = proof.why_not()
         if problem is None:
             return chain, None, proof.layouts
@@ -274,8 +274,10 @@ def first_write_in_place(work: Work, epilogue: Node) -> Node | None:
     return _writer(found[0].steps[0]) if found is not None and found[1] is None else None
 
 
-class _Proof:
-    """Why a chain may not be written in place; with the update that is in the way, if it is one."""
+class ChainProof:
+    """The proof that a chain may be written in place. `why_not` gives the refusal, and the update that causes it if one
+    does.
+    """
 
     def __init__(self, work: Work, chain: Chain) -> None:
         self.work = work

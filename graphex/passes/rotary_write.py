@@ -252,9 +252,9 @@ COPIES = frozenset({aten.index_copy.default, aten.index_put.default, aten.slice_
 class RowWrite:
     """`node` writes `rows` into `cache`, along `dim`, at `positions` (None: `cache` is a window that they fill).
 
-    `given` is what it is given: the rows, or a view of them without leading dimensions of size 1, which torch drops
-    where a tensor is assigned to an index. `one_for_each`: the op itself refuses to run unless there is one position
-    for each row, so that two sizes that differ in symbols are the same number wherever it runs.
+    `given` is the write's own argument: the rows, or a view of them without leading dimensions of size 1, which torch
+    drops where a tensor is assigned to an index. `one_for_each`: the op refuses to run unless there is one position for
+    each row, so that two sizes that differ in symbols are the same number wherever it runs.
     """
 
     node: Node
@@ -342,10 +342,12 @@ class Rotary:
 
 def why_not(motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> Refusal | None:
     """Why the key, and the value if there are two writes, may not be written by one op at the last of the writes."""
-    return next(filter(lambda refusal: refusal is not None, _Proof(motion, rotary, writes).checks()), None)
+    return next(filter(lambda refusal: refusal is not None, WriteProof(motion, rotary, writes).checks()), None)
 
 
-class _Proof:
+class WriteProof:
+    """The proof that a rotated key, or a key and a value, may be written by one op at the last of the writes."""
+
     def __init__(self, motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> None:
         self.motion, self.aliases = motion, motion.aliases
         self.rotary, self.writes = rotary, writes
