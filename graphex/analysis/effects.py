@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from graphex.analysis.graphs import argument
 from graphex.ops import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
-from graphex.torch_private.graphs import graph_module, is_composite
+from graphex.torch_private.graphs import graph_module, is_composite, written_in_call
 
 _REGION = "graphex_region"
 _MEMBER = "graphex_region_member"
@@ -292,25 +292,10 @@ def written_arguments(node: Node) -> list[Node]:
         return list(nodes_at(node, contract.writes))
     op = operator_of(node)
     if op is not None:
-        return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
+        return list(node_leaves(written_in_call(op, node.args, node.kwargs))) if op._schema.is_mutable else []
     if node.op == "call_function" and is_size_arithmetic(node):
         return []
     return _written_by_bodies(node)
-
-
-@cache
-def _written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[Node]:
-    for position, name in _written_places(op):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        yield from node_leaves(value)
 
 
 def _written_by_bodies(node: Node) -> list[Node]:
@@ -322,7 +307,7 @@ def _written_by_bodies(node: Node) -> list[Node]:
     if (place := _CALLING.get(name)) is not None:
         inner = node.args[place] if len(node.args) > place else None
         if isinstance(inner, torch._ops.OpOverload):
-            return list(_written_by_schema(inner, node.args[place + 1 :], node.kwargs))
+            return list(node_leaves(written_in_call(inner, node.args[place + 1 :], node.kwargs)))
         return list(node.all_input_nodes)
     bodies = bodies_of(node)
     if bodies and not any(written_arguments(each) for body in bodies for each in body.graph.nodes):

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphex.torch_private.dynamo import disable
+from graphex.torch_private.graphs import written_in_call
 from graphex.torch_private.memory import marked, marks_of, storage_address
 from graphex.torch_private.npu import (
     allocate_on_host,
@@ -283,7 +284,7 @@ class Tape:
 
     def run(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run and record a call."""
-        self._undo += [(tensor, tensor.clone()) for tensor in _written(op, args, kwargs)]
+        self._undo += [(tensor, tensor.clone()) for tensor in _tensors(written_in_call(op, args, kwargs))]
         result = op(*args, **kwargs)
         self.calls.append((op, args, kwargs, result))
         return result
@@ -374,15 +375,6 @@ def graph(
         yield
     finally:
         npu_graph.capture_end()
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _tensors(given)
 
 
 def _tensors(value: Any) -> list[Tensor]:

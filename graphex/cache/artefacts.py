@@ -77,7 +77,7 @@ from graphex.runtime.program import ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.inductor import known_instruction_set, packed_code, runner_of, unpacked_code
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, mode_of
 
 LARGEST_CONSTANTS = 2**24  # bytes
 BELIEVED = 3600.0  # seconds: so long is a doubtful trial believed
@@ -493,8 +493,8 @@ def _data(body: GraphModule) -> GraphData:
 
 def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> RegionCode | Refusal:
     code, about = made
-    values = [node.meta.get("val") for node in body.graph.nodes]
-    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
+    assert mode is not None
     try:
         with compile_lock:
             inputs = _values(body.graph.find_nodes(op="placeholder"))

@@ -28,7 +28,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +66,13 @@ from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, is_transformed, modes_enabled
 from graphex.torch_private.memory import storage_key
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
+from graphex.torch_private.symbolic import (
+    FakeTensorMode,
+    add_guards,
+    conditions,
+    mode_of,
+    stated_since,
+)
 
 _WANTS_PASSES = {  # options that are about the passes themselves, or about the graph between them
     "verify": lambda config: config.verify,
@@ -142,7 +148,7 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
         return search
     try:
         check_wanted(compilation, device_names(gm))
-        search.mode = _fake_mode(gm)
+        search.mode = _mode(gm.graph.nodes, "val", "the graph computes no tensor")
         _check_streams(gm)
         search.given = Given.of(gm)
         if is_on:
@@ -201,11 +207,11 @@ def _check_streams(gm: GraphModule) -> None:
             raise CannotStoreError(f"'{node.name}' is about a stream, and streams belong to a process")
 
 
-def _fake_mode(gm: GraphModule) -> FakeTensorMode:
-    values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
-    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+def _mode(nodes: Iterable[Node], key: str, without: str) -> FakeTensorMode:
+    """The fake mode of the values of some nodes. Raises CannotStoreError where there is none, saying so."""
+    found = mode_of(node.meta.get(key) for node in nodes)
     if found is None:
-        raise CannotStoreError("the graph computes no tensor")
+        raise CannotStoreError(without)
     return found
 
 
@@ -244,7 +250,7 @@ def made_here(
 ) -> Made:
     """The graph of an artefact, for a compilation of this process; see `made_from`."""
     patches = settings(compilation.config) if artefact.regions else {}
-    return made_from(artefact, given, mode, patches, _reporter(compilation, name), unloadable=unloadable)
+    return made_from(artefact, given, mode, patches, compilation.recorder(name), unloadable=unloadable)
 
 
 def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
@@ -252,13 +258,6 @@ def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
     if not guards:
         return None
     return guards[0] if mode.shape_env is None else add_guards(mode.shape_env, guards)
-
-
-def _reporter(compilation: Compilation, graph: str) -> Any:
-    def report(what: str, reason: str, line: str) -> None:
-        compilation.fall_back(graph, what, reason, line=line)
-
-    return report
 
 
 def why_missed(key: Key, others: list[Key]) -> str:
@@ -509,11 +508,7 @@ def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any
 
 
 def _mode_of_inputs(gm: GraphModule) -> FakeTensorMode:
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    if found is None:
-        raise CannotStoreError("it takes no tensor")
-    return found
+    return _mode(gm.graph.find_nodes(op="placeholder"), "example_value", "it takes no tensor")
 
 
 def _rows(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Row]:

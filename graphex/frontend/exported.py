@@ -406,7 +406,7 @@ def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
 
 
 def _one_for_each_input(gm: GraphModule, example_inputs: Sequence[Any] | None) -> Sequence[Any] | None:
-    wanted = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    wanted = len(gm.graph.find_nodes(op="placeholder"))
     if example_inputs is not None and not isinstance(example_inputs, (list, tuple)):
         raise InputError(
             f"example_inputs must be a list or a tuple of the graph's inputs, got {type(example_inputs).__name__}."

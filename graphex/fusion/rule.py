@@ -135,7 +135,7 @@ class Replacement:
     @cached_property
     def shared_with_inputs(self) -> list[tuple[int, int]]:
         """Results, by number, and the arguments in whose memory they may lie."""
-        aliases, inputs = Aliases(self.module.graph), [node for node in self.nodes if node.op == "placeholder"]
+        aliases, inputs = Aliases(self.module.graph), self.module.graph.find_nodes(op="placeholder")
         pairs = ((index, place) for index in range(len(self.results)) for place in range(len(inputs)))
         return [(index, place) for index, place in pairs if aliases.may_alias(self.results[index], inputs[place])]
 

@@ -60,7 +60,7 @@ from graphex.torch_private.inductor import (
     wrapping_integers,
 )
 from graphex.torch_private.memory import extent
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
+from graphex.torch_private.symbolic import hint_of, mode_of
 
 MM = torch.ops.aten.mm.default
 
@@ -159,7 +159,9 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     formulas = inlined_ops(body.graph)
     odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if is_odd_product(node)]
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
-    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, traced)
+    mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
+    assert mode is not None
+    whole, made = inductor_compile(body, inputs, mode, patches, traced)
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
@@ -382,21 +384,15 @@ def launches(body: GraphModule, code: RegionCode) -> int:
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:
     """Whether Inductor was given a graph with the region's own inputs and outputs, one for one."""
-    nodes = list(graph.graph.nodes)
-    returned = nodes[-1].args[0] if nodes and nodes[-1].op == "output" else ()
-    taken = sum(node.op == "placeholder" for node in nodes)
-    return taken == inputs and isinstance(returned, (list, tuple)) and len(returned) == outputs
+    taken, ends = (graph.graph.find_nodes(op=op) for op in ("placeholder", "output"))
+    returned = ends[0].args[0] if ends else ()
+    return len(taken) == inputs and isinstance(returned, (list, tuple)) and len(returned) == outputs
 
 
 def _kernel_names(source: str) -> tuple[str, ...]:
     """The kernels that generated code defines, as it names them in assignments such as `name = async_compile.cpp(`."""
     lines = (line.split(" = async_compile.", 1) for line in source.splitlines() if " = async_compile." in line)
     return tuple(dict.fromkeys(name for name, rest in lines if name.isidentifier() and not rest.startswith("wait")))
-
-
-def _fake_mode(body: GraphModule) -> FakeTensorMode:
-    values = pytree.tree_leaves([node.meta.get("val") for node in body.graph.nodes])
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:

@@ -12,7 +12,7 @@ the names of the third part models with mutable custom ops run without graphex's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
@@ -144,6 +144,21 @@ _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether the op is a Python-like function over other ops, whose schema does not say when it returns an input."""
     return bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
+
+
+@cache
+def written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an op writes to, as its schema says."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_in_call(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call that the op writes to."""
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written_places(op)]
 
 
 def holds_tensors(kind: Any) -> bool:
