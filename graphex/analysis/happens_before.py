@@ -26,8 +26,8 @@ which is written somewhere is stamped with how many writes came before it, and t
 `accesses` lists which memory each node reads and writes, and on which stream. Views and parts of tuples touch nothing:
 the nodes that read and write through them do.
 
-`races` asks whether the events of a graph are enough: every use of memory on one stream ordered behind what it needs of
-others.
+`Walk.races` says whether the events of a graph are enough: they order every use of memory on one stream behind what it
+needs of others.
 
     a = sin(x)  side
     b = add(a, 1)                      Race("'add' ... uses what 'sin' makes ..."): nothing makes it wait
@@ -272,13 +272,6 @@ class Race:
     first: Node
     second: Node
     sentence: str
-
-
-def races(graph: Graph) -> list[Race]:
-    """Everything that is missing in a graph whose events are final; empty if it is free of races."""
-    walk = Walk(graph)
-    walk.run()
-    return walk.races
 
 
 @dataclass

@@ -56,9 +56,9 @@ from graphex.cache.artefacts import (
     records_of,
 )
 from graphex.cache.graphs import TRACE, CannotStoreError, Packer, Row, row_of
-from graphex.cache.keys import Key, device_names, difference, key_of, key_parts, nearest, text_of
+from graphex.cache.keys import CacheKey, device_names, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
-from graphex.cache.store import Store, name_of
+from graphex.cache.store import CacheStore, name_of
 from graphex.errors import one_line
 from graphex.records import CacheAsked, Record
 from graphex.regions.compiler import settings
@@ -97,7 +97,7 @@ class Search:
     compilation: Compilation
     name: str
     made: Made | None = None
-    key: Key | None = None
+    key: CacheKey | None = None
     reason: str = ""
     given: Given | None = None
     mode: FakeTensorMode | None = None
@@ -118,7 +118,7 @@ class Search:
             self.artefact = artefact_of(gm, functional, self.given, records, guards)
             if self.key is None:
                 return
-            size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
+            size = CacheStore(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
             self.reason = str(error)
             if self.key is not None:
@@ -130,7 +130,7 @@ class Search:
             self.entry = name_of(self.key)
             self._note("miss", self.reason, time.perf_counter() - started, size)
 
-    def _note(self, status: str, reason: str = "", seconds: float = 0.0, size: int = 0) -> None:
+    def _note(self, status: str, reason: str, seconds: float = 0.0, size: int = 0) -> None:
         key = "" if self.key is None else name_of(self.key)
         self.compilation.journal.add(CacheAsked(self.name, status, key, reason, seconds, size))
 
@@ -220,7 +220,7 @@ def _load(search: Search) -> None:
     assert search.key is not None
     assert search.given is not None
     assert search.mode is not None
-    store = Store(search.compilation.store)
+    store = CacheStore(search.compilation.store)
     try:
         data = store.load(search.key)
         if data is None:
@@ -260,7 +260,7 @@ def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
     return guards[0] if mode.shape_env is None else add_guards(mode.shape_env, guards)
 
 
-def why_missed(key: Key, others: list[Key]) -> str:
+def why_missed(key: CacheKey, others: list[CacheKey]) -> str:
     """The first thing in which a key differs from the nearest that is stored."""
     found = nearest(key, others)
     return f"nothing is stored for '{key.name}' ({key.phase})" if found is None else difference(key, found)
@@ -352,7 +352,7 @@ class CallSearch:
     found: tuple[Found, ...] = ()
     step: StoredStep | None = None
     reason: str = ""
-    key: Key | None = None
+    key: CacheKey | None = None
     seconds: float = 0.0
     mode: FakeTensorMode | None = None
     guards: int = 0  # those of the shape environment before AOTAutograd
@@ -371,7 +371,7 @@ class CallSearch:
             return
         call = replace(self.stored(handed), guards=stated_since(self.mode.shape_env, self.guards), step=step)
         with suppress(OSError):  # said of the graph
-            Store(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
+            CacheStore(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
 
     def stored(self, handed: HandedOver) -> StoredCall:
         """A graph that AOTAutograd has made of this call, with source traces as places of Dynamo's nodes."""
@@ -406,7 +406,7 @@ def _load_call(search: CallSearch) -> None:
     """Load what is stored for a key and fits these sizes, or say why nothing does."""
     assert search.key is not None
     assert search.mode is not None
-    store = Store(search.compilation.store)
+    store = CacheStore(search.compilation.store)
     for id, data in store.load_calls(search.key):
         call = pickle.loads(data)
         if not isinstance(call, StoredCall):
@@ -426,7 +426,7 @@ def _load_call(search: CallSearch) -> None:
     search.reason = search.reason or why_missed(search.key, store.calls_alike(search.key))
 
 
-def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCall) -> Found:
+def _made(search: CallSearch, store: CacheStore, phase: str, id: str, call: StoredCall) -> Found:
     compilation = search.compilation
     assert search.gm is not None
     assert search.mode is not None
@@ -458,7 +458,7 @@ def _once(make: Callable[[], Made]) -> Callable[[], Made]:
     return get
 
 
-def _discard(store: Store, id: str) -> None:
+def _discard(store: CacheStore, id: str) -> None:
     with suppress(OSError):  # the next process finds it as this one did
         store.discard(id)
 
@@ -493,7 +493,7 @@ def _checked(gm: Any) -> GraphModule:
     return gm
 
 
-def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any]) -> Key:
+def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any]) -> CacheKey:
     state = autograd_state()
     if state is None:
         raise CannotStoreError("this torch does not say which settings AOTAutograd has")
@@ -504,7 +504,7 @@ def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any
     parts = key_parts(devices, compilation.config, compilation.decompositions, PHASE)
     parts["about"] = {"is whole": repr(compilation.is_whole)}
     parts["state"] = {name: text_of(value) for name, value in state.items()}
-    return Key(compilation.origin.function, parts, rows, [node_line(node) for node in gm.graph.nodes])
+    return CacheKey(compilation.origin.function, parts, rows, [node_line(node) for node in gm.graph.nodes])
 
 
 def _mode_of_inputs(gm: GraphModule) -> FakeTensorMode:

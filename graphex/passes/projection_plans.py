@@ -34,7 +34,7 @@ from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
-from graphex.passes.fuse import device_of, pays
+from graphex.passes.fuse import pays, result_device
 from graphex.rewrite.base import Motion, Read, Refusal, Work, can_stand_before, elsewhere, used_by, where
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -454,7 +454,7 @@ class Planner:
     def _no_kernel(self, rule: str, node: Node) -> Refusal | None:
         if pays(self.work, rule, node):
             return None
-        return Refusal(f"'graphex::{rule}' has no kernel on {device_of(node).type}", node)
+        return Refusal(f"'graphex::{rule}' has no kernel on {result_device(node).type}", node)
 
     def _refused(self, rule: str, *answers: Refusal | None) -> bool:
         """Whether one of the answers is a refusal; the first is written down."""

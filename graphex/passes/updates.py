@@ -241,7 +241,7 @@ def _turns_back(inner: Any, outer: Node) -> bool:
 
 
 def note_program_writes(
-    graph: Graph, *, has_out: bool = False, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
+    graph: Graph, *, has_out: bool, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
 ) -> None:
     """Note on each input when the program wrote to it, and which nodes are the input after such a write.
 

@@ -282,7 +282,7 @@ def _followed(graph: Graph) -> frozenset[Node]:
     return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
 
 
-def sunk(segments: list[list[Node]], followed: Collection[Node] = ()) -> list[list[Node]]:
+def sunk(segments: list[list[Node]], followed: Collection[Node]) -> list[list[Node]]:
     """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
 
     A node moves if it reads nothing that stays behind, or makes more bytes than it reads. One that is `followed` stays,

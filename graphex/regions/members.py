@@ -110,7 +110,7 @@ _MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
 _ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 
 
-def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
+def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
     """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
     op = operator_of(node)
     if op is None and not is_formula(node):

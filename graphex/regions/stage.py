@@ -107,7 +107,7 @@ class CompileRegions(GraphPass):
             return
         if several := several_accelerators(devices_of(work.graph)):
             self._say(work, NOTHING, f"its tensors are on {several}, and a region is compiled for one device")
-        if (device := device_of(work.graph)) is None:
+        if (device := region_device(work.graph)) is None:
             return
         if reason := _why_not_grown(work.graph) or _why_not_rounded(work, device):
             self._say(work, NOTHING, reason)
@@ -229,7 +229,7 @@ def _tried(
     return code, tried(body, code, key, device)
 
 
-def device_of(graph: Graph) -> torch.device | None:
+def region_device(graph: Graph) -> torch.device | None:
     """The one device that regions of a graph are compiled for: an accelerator before the CPU; None without tensors."""
     devices = devices_of(graph)
     accelerators = sorted(map(str, (device for device in devices if device.type not in ("cpu", "meta"))))
