@@ -22,10 +22,9 @@ from torch import Tensor
 
 from graphex.backend import journal
 from graphex.device import device_of, runtimes_in_use
-from graphex.env import why_off
+from graphex.env import progress_to, why_off
 from graphex.errors import InputError
 from graphex.records import Captured, Journal
-from graphex.regions.compiler import progress_to
 from graphex.runtime.program import Ran, warming_up
 from graphex.torch_private.memory import storage_address
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass, pytree

@@ -303,7 +303,6 @@ def made(node: Node) -> str:
 _TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by
 
 ours = torch.ops.graphex
-_OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL}
 
 
 class PlaceNodes(GraphPass):
@@ -366,14 +365,14 @@ class _Placing:
     def run(self) -> None:
         lower_torch_events(self.work, self)
         for node in list(self.work.graph.nodes):
-            name = _OPS.get(operator_of(node))
-            if name is None:
+            take = _OPS.get(operator_of(node))
+            if take is None:
                 if _TAG in node.meta:
                     self.tags[node.meta[_TAG]] = str(node.args[0])
                 if node.op.startswith("call"):
                     self.scopes.place(node)
                 continue
-            getattr(self, f"_{name}")(node)
+            take(self, node)
         self.scopes.close()
         for node in reversed(list(self.work.graph.nodes)):
             if operator_of(node) in _OPS:
@@ -381,21 +380,21 @@ class _Placing:
 
     # -- one method for each op ---------------------------------------------------------------------------------
 
-    def _scope_enter(self, node: Node) -> None:
+    def enter_scope(self, node: Node) -> None:
         self.scopes.enter(node)
 
-    def _scope_exit(self, node: Node) -> None:
+    def leave_scope(self, node: Node) -> None:
         self.scopes.leave(node)
 
-    def _record(self, node: Node) -> None:
+    def take_record(self, node: Node) -> None:
         node.meta["graphex_event"] = self.record(self.name(node.name), self.scopes.stream(node), after=node)
 
-    def _tagged_event_record(self, node: Node) -> None:
+    def take_tagged_record(self, node: Node) -> None:
         tag = str(node.args[0])
         self.tags[tag] = self.name(tag)
         self._event(ours.event_record.default, self.tags[tag], self.scopes.stream(node), node).meta[_TAG] = tag
 
-    def _wait(self, node: Node) -> None:
+    def take_wait(self, node: Node) -> None:
         values = node.args[0]
         if not isinstance(values, (list, tuple)) or not values:
             raise StreamError(f"{made(node)} waits for nothing. Give it a list of what record() returned.")
@@ -404,7 +403,7 @@ class _Placing:
                 raise StreamError(f"{made(node)} waits for {value!r}, which nothing in the graph has recorded.")
             self.wait(self._event_of(value), self.scopes.stream(node), after=node)
 
-    def _tagged_event_wait(self, node: Node) -> None:
+    def take_tagged_wait(self, node: Node) -> None:
         tag = str(node.args[0])
         if tag not in self.tags:
             raise StreamError(
@@ -413,7 +412,7 @@ class _Placing:
             )
         self.wait(self.tags[tag], self.scopes.stream(node), after=node)
 
-    def _record_tagged_stream(self, node: Node) -> None:
+    def take_use(self, node: Node) -> None:
         label = str(node.args[1])
         self.used_on(node.args[0], None if label == CURRENT else label, before=node)
 
@@ -452,6 +451,20 @@ class _Placing:
         node.meta["val"] = None
         self.work.changes += 1
         return node
+
+
+_METHODS: dict[str, Callable[[_Placing, Node], None]] = {
+    "scope_enter": _Placing.enter_scope,
+    "scope_exit": _Placing.leave_scope,
+    "record": _Placing.take_record,
+    "wait": _Placing.take_wait,
+    "tagged_event_record": _Placing.take_tagged_record,
+    "tagged_event_wait": _Placing.take_tagged_wait,
+    "record_tagged_stream": _Placing.take_use,
+}
+_OPS = {
+    getattr(getattr(torch.ops, namespace), name).default: _METHODS[name] for namespace in NAMESPACES for name in LEXICAL
+}
 
 
 def _behind_inputs(node: Node) -> Node:

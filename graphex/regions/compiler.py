@@ -3,8 +3,7 @@
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
-CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does. On a terminal a
-line says what is compiled, from `PATIENCE` seconds on.
+CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does.
 
 In a trial, compiled code is timed against the same nodes as single kernels, and stays if it is no slower. On a GPU both
 are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
@@ -21,11 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -65,7 +61,6 @@ from graphex.torch_private.symbolic import hint_of, mode_of
 MM = torch.ops.aten.mm.default
 
 Boxed = Callable[[list[Any]], Any]
-PATIENCE = 2.0
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
@@ -336,42 +331,6 @@ def _is_odd(x: Any, w: Any = None) -> bool:
     rows, depth, width, step, stride = map(int, sizes)
     is_aligned = step == 1 and stride % ALIGNED == 0 and depth % ALIGNED == 0
     return is_aligned and width % ALIGNED != 0 and rows >= MANY_ROWS and depth * width >= LARGE_WEIGHT
-
-
-_shown_by: list[Callable[[str], None]] = []  # of the process: a script may compile in a thread of its own
-
-
-@contextmanager
-def progress_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell `say` what is compiled while the block runs: a command with a line of progress shows it there."""
-    _shown_by.append(say)
-    try:
-        yield
-    finally:
-        _shown_by.remove(say)
-
-
-@contextmanager
-def shown_on_terminal() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
-    if _shown_by:
-        yield _shown_by[-1]
-        return
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    status = Console(stderr=True).status("")
-    begin = threading.Timer(PATIENCE, status.start)
-    begin.daemon = True
-    begin.start()
-    try:
-        yield lambda text: status.update(f"graphex: {text}")
-    finally:
-        begin.cancel()
-        begin.join()
-        status.stop()
 
 
 def launches(body: GraphModule, code: RegionCode) -> int:

@@ -36,7 +36,7 @@ from graphex.analysis.effects import (
 from graphex.analysis.shapes import known_range
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
-from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
+from graphex.torch_private.symbolic import FakeTensor, free_unbacked_symbols, pytree
 
 aten = torch.ops.aten
 
@@ -274,7 +274,7 @@ def _why_not_here(node: Node, device: torch.device) -> str:
             if free_unbacked_symbols(value):
                 return "a size depends on data"
             continue
-        if value.layout != torch.strided or value.dtype not in _DTYPES or type(value).__name__ != "FakeTensor":
+        if value.layout != torch.strided or value.dtype not in _DTYPES or not isinstance(value, FakeTensor):
             return f"a value of it is no plain dense tensor of a usual type ({value.dtype})"
         if value.device != device and (value.dim() or value.device.type != "cpu" or moves_between_devices(node)):
             return f"a value of it is on {value.device}"

@@ -31,7 +31,7 @@ from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
 from graphex.regions.members import Lookup, are_in_range, lookups_of
-from graphex.torch_private.memory import storage_key
+from graphex.torch_private.memory import extent, storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
 Symbols = dict[Any, int]
@@ -289,7 +289,7 @@ def _is_on(device: torch.device, result: Tensor) -> bool:
 
 def _has_room(value: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether a tensor of the same size with these strides ends within the memory of the value."""
-    end = value.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(value.shape, stride, strict=True))
+    end = value.storage_offset() + extent(value.shape, stride)
     return end * value.element_size() <= value.untyped_storage().nbytes()
 
 

@@ -46,7 +46,7 @@ from graphex.analysis.memory import tail_of
 from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.device import several_accelerators
-from graphex.env import regions_enabled
+from graphex.env import regions_enabled, shown_on_terminal
 from graphex.errors import one_line
 from graphex.ops.definition import compiles_kernels
 from graphex.ops.tokens import has_odd_products, tile_height
@@ -62,7 +62,6 @@ from graphex.regions.compiler import (
     may_try,
     region_key,
     settings,
-    shown_on_terminal,
     tried,
     why_no_compiler,
     why_no_kernels,
