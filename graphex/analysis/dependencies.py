@@ -135,9 +135,10 @@ def cause_of_raising(node: Node) -> str:
 
 
 class Raising:
-    """The nodes of one graph that can raise, where they stand by `aliases`, and when each would have in the program.
+    """The nodes of a graph that can raise: their positions (from `aliases`), and the times at which they would have
+    raised in the user's program.
 
-    `when` says that of a node: the first and the last time, counted in nodes of the graph as it was traced.
+    `when` gives the first and the last time of a node, counted in nodes of the graph as it was traced.
     """
 
     def __init__(self, graph: Graph, aliases: Aliases, when: Callable[[Node], tuple[int, int]]) -> None:

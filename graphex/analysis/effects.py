@@ -441,7 +441,7 @@ CURRENT = "(current)"  # how an op names the stream that the compiled function i
 
 @dataclass(frozen=True)
 class Sync:
-    """An event that is recorded on a stream, or waited for; or a stream that waits for all that another one has."""
+    """One synchronisation: a stream records an event, waits for one, or waits for all work of another stream."""
 
     kind: str  # record, wait or wait_stream
     stream: Hashable

@@ -218,10 +218,10 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
 def unordered_update(
     order: Order, with_data: Order, aliases: Aliases, writer: Node, values: Iterable[Node], leaving_out: Container[Node]
 ) -> Refusal | None:
-    """The same for a write that makes a new version of `values` in their place; uses in `leaving_out` are not asked.
+    """`unordered` for a write that replaces `values` by a new version in place; uses in `leaving_out` do not count.
 
-    What reads the new version waits for it, whichever stream it is on: it is a value that another stream makes. What
-    reads the version before has to be ordered by events: the write gives it nothing to wait for.
+    Nodes that read the new version wait for it on any stream: it is a value that they take. Nodes that read the version
+    before have to be ordered by events: the write gives them nothing to wait for.
     """
     if order.one_stream:
         return None
@@ -248,7 +248,7 @@ def _with_line(reason: str, node: Node | None) -> str:
 
 
 def fills_its_storage(value: Tensor) -> bool:
-    """A part of a larger storage would keep the whole alive, and its offset would show."""
+    """Whether a tensor fills its storage. One that does not would keep all of it alive, and its offset would show."""
     if any(stride == 0 for stride in value.stride()):
         return False
     size = value.numel() * value.element_size()

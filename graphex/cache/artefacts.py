@@ -87,8 +87,9 @@ _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, M
 
 @dataclass(frozen=True)
 class CodeData:
-    """Inductor's code for regions that are alike. `known` are settings that spare it work when the code is loaded,
-    `inlined` the names of ops that it was given the formula of.
+    """Inductor's code for regions that are alike.
+
+    `known` are settings that make loading faster; `inlined` names the ops that were compiled from their formula.
     """
 
     packed: bytes

@@ -16,11 +16,11 @@ does not trace it again.
     writes that AOTAutograd counts, static inputs      all that its wrapper did around the calls of that graph
     constants, guards                                  made while it traced
 
-Only a graph that AOTAutograd hands over as it is has such an entry (`frontend.compiler.Portable`): one for inference,
-or the two of a training step, around which its wrapper is made again (`StoredStep`). A key is made only of what decides
-its trace for certain: torch's own functions and ops of torch's and ours, plain arguments, strided tensors. A function
-of the user's in the graph, an op of another library, a constant, a mode, hooks on saved tensors: AOTAutograd traces it,
-and the graph that comes of that is looked up.
+An entry exists only where AOTAutograd's wrapper does nothing that cannot be repeated (`frontend.compiler.Portable`):
+for an inference graph, or for the two of a training step, around which the wrapper is made again (`StoredStep`). A call
+has a key only if everything that decides its trace is known: torch's own functions, ops of torch's and ours, plain
+arguments, strided tensors. With anything else (a function of the user's, an op of another library, a constant, a mode,
+hooks on saved tensors) AOTAutograd traces the call, and the graph that comes of it is looked up.
 """
 
 from __future__ import annotations
@@ -282,10 +282,11 @@ _STATIC = "_dynamo_static_input_type"
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Everything that AOTAutograd adds to an inference graph that it hands over as it is.
+    """The work of AOTAutograd's wrapper around a graph that it leaves as it is, and facts about that graph.
 
-    `counted` are the inputs of which it counts a write before each call, `dynamic` the dimensions that it marks in
-    results after it. `sizes` are those of its graph: nodes, inputs, results, devices; `traces` those of its nodes.
+    `counted` are the inputs for which it counts a write before each call, `dynamic` the dimensions that it marks in
+    results after it. `sizes` are the graph's nodes, inputs, results and devices; `traces` are the stack traces of its
+    nodes.
     """
 
     constants: dict[str, Any]
@@ -298,9 +299,8 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A call, as it is stored. `places`: which of Dynamo's nodes each of AOTAutograd's has its trace from, or -1.
-
-    `step` is there for a training step, of which this is the forward.
+    """A call, as it is stored. `places[i]` is the Dynamo node that gives node i of AOTAutograd's graph its stack trace,
+    or -1. `step` is the rest of a training step, if this is the forward of one.
     """
 
     handed: HandedOver
@@ -311,10 +311,10 @@ class StoredCall:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The rest of a training step: its backward, which is in another entry, and all that AOTAutograd's wrapper knows.
+    """The rest of a training step: its backward, which is in another entry, and AOTAutograd's wrapper.
 
-    `saved` are the records of what the forward saves, `results` is how many results it has, and `shared` are the saved
-    ones whose memory the user may have as well. `gradients` says which inputs get a gradient.
+    `saved` are the records about the values that the forward saves, `results` is how many results it has, `shared` are
+    the saved values that may share memory with the user. `gradients` says which inputs get a gradient.
     """
 
     backward: StoredCall
@@ -328,10 +328,10 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class Found:
-    """A stored graph. `made` makes it to run here, once: for a backward there is time until the forward has run.
+    """A stored graph. `made()` builds it for this process, once; a backward may be built while its forward runs.
 
-    If the code of a backward's region cannot be loaded by then, its nodes run one by one, with a record, and the entry
-    is removed: the next process compiles it. `calls_ours`: making it may compile kernels of graphex's.
+    If the code of a region in a backward cannot be loaded then, the nodes of the region run one by one, with a record,
+    and the entry is removed: the next process compiles it. `calls_ours`: building may compile kernels of graphex's.
     """
 
     phase: str

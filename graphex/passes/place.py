@@ -4,7 +4,8 @@
     after:   a = mm(x, x)                                      meta: stream "side", epoch 0
              event_record("r", "side", 1); event_wait("r", "(current)", 1)
 
-Runs after the user's passes: what they write means something by where it stands, and every later pass may move it.
+Runs after the user's passes, because scopes, records and waits mean something by their position, and later passes move
+nodes.
 Streams and events of model code (`torch.cuda.stream`, `torch.Event`, `graphex.scope.stream`) become the same:
 
     before:  sin = sin(x)                                         meta: stream 1

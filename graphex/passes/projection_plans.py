@@ -215,8 +215,9 @@ class Residual:
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them; `kept`
-    is the result of a norm that others read too.
+    """Layers that become one op.
+
+    `before`: the rms_norm or silu_mul that joins the op. `kept`: that norm's result, if other nodes also read it.
     """
 
     linears: list[Linear]

@@ -287,7 +287,9 @@ def _writes(epilogue: Node, program: TracedProgram, *, only_last: bool, exact: b
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
-    """A node that may raise and leave the input of a chain in a state that it never had there in the program."""
+    """Why an exception could show, and the update that lets it: a node may raise while the input has a value that it
+    never had there in the user's program. None if none does.
+    """
     writes = writes_to(chain.target) or NO_WRITES
     starts = [work.aliases.position(reinplace.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is

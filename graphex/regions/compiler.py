@@ -72,11 +72,12 @@ LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second produc
 class RegionCode:
     """Inductor's code for a region: a function that takes a list and empties it, its source, and the time it took.
 
-    `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
-    kernels for each product and convolution, and keep the fastest; `tuned` and `untuned` are the seconds of a call of
-    such code and of the usual code, 0 where they were not compared. `inlined` are fused ops that it was given the
-    formula of. `stored` is Inductor's own object for it, which can be stored; None if the function is more than that.
-    `is_awaited`: there is none yet, and the nodes run one by one.
+    `inlined`          fused ops that Inductor compiled from their formula
+    `stored`           Inductor's own object for the code, which can be stored; None if `run` does more than call it
+    `is_awaited`       there is no code yet, and the nodes run one by one
+    `autotuned`        Inductor has tried several kernels for each product and convolution, and kept the fastest
+    `split_products`   products of odd width that are computed in two parts
+    `tuned`, `untuned` seconds of a call with autotuning and of one without; 0 where they were not compared
     """
 
     run: Boxed
@@ -93,7 +94,11 @@ class RegionCode:
 
     @property
     def launches(self) -> int:
-        """How many launches of the kernels that Inductor wrote a call makes."""
+        """How often a call launches kernels that Inductor wrote.
+
+        Counted in the text of the code, as `name.run(` and `name(`, at least once for each kernel: Inductor says how
+        many kernels it made, and not how often it calls them.
+        """
         counts = ((self.source.count(f"{name}.run("), self.source.count(f"{name}(")) for name in self.kernels)
         return sum(max(1, *each) for each in counts)
 
@@ -138,7 +143,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
 
 
 def as_usual(patches: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without that which has Inductor try kernels."""
+    """The configuration without the settings that make Inductor try several kernels."""
     return {name: value for name, value in patches.items() if name not in AUTOTUNING}
 
 
@@ -176,7 +181,7 @@ def _is_on_gpu(inputs: Sequence[Any]) -> bool:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, its last bit, or if large."""
+    """Replacements for ops that Inductor computes wrongly: near zero, in the sign or last bit, or for large numbers."""
     called = [node for node in body.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     rounding = {node.target for node in called if _rounded_numbers(node.target, node.args, node.kwargs)}
     return {op: SPELLINGS[op] for node in called if (op := node.target) in SPELLINGS} | {
@@ -438,7 +443,9 @@ def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.de
 
 
 def faster(body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashable, device: torch.device) -> RegionCode:
-    """Of two codes for a region the faster one: the tuned one has to be, unless that cannot be measured."""
+    """The faster of two codes for a region. The tuned one must win the measurement; where nothing can be measured it is
+    taken.
+    """
     with torch.no_grad():
         compare = _compared_on_cpu if device.type == "cpu" else _compared_on_gpu
         untuned, seconds = compare(body, usual, tuned, key, device)

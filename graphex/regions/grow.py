@@ -27,8 +27,9 @@ and then the one where these are written without a cut too:
 
 Segments are in the graph's order, so that each depends on earlier ones alone.
 
-What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
-is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
+A node that only later regions read, and that reads nothing of its own region, moves to the first of its readers
+(`sunk`). In a backward these are values that are computed again, such as the activations of all layers, and casts of
+gradients that are used much later:
 
     before:  ...; t = tanh(saved)  |  g = mm(...); tanh_backward(g, t)        t would be written to memory
     after:   ...  |  t = tanh(saved); g = mm(...); tanh_backward(g, t)
@@ -283,10 +284,10 @@ def _followed(graph: Graph) -> frozenset[Node]:
 
 
 def sunk(segments: list[list[Node]], followed: Collection[Node]) -> list[list[Node]]:
-    """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
+    """The segments with each node in the one that reads it first, in an order in which they can run.
 
-    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. One that is `followed` stays,
-    because others have to come behind it. The parts of a tuple stay with it: what a region takes are tensors.
+    A node moves if all that it reads of its own segment moves too, or if it makes more bytes than it reads. A node in
+    `followed` stays, because others must run after it. Parts of a tuple stay with it: regions take only tensors.
     """
     place: dict[Node, int] = {}
     for number, nodes in enumerate(segments):
@@ -382,8 +383,10 @@ def _is_called(node: Node) -> bool:
 
 
 class Across(NamedTuple):
-    """Values that are made before a place and read from it on: how many do not lie in memory row by row, the bytes that
-    one kernel would make and read, how many there are, and how many Inductor would compute again rather than write.
+    """The values that cross a place where a region may be cut, as numbers of which less is better, the first most.
+
+    `odd`: how many are not contiguous. `parted`: the bytes that one kernel would both make and read. `values`: how many
+    there are. `computed`: how many Inductor would compute again rather than write.
     """
 
     odd: int

@@ -11,7 +11,8 @@ over (`laid_out_by_caller`). Of `zeros + x` Inductor returns x itself: such a re
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
 the one that eager would stop at raises.
 
-A region from the cache has no graph until something asks for it: what it promises is known without (`Promises`).
+A region from the cache builds its graph only on demand; `Promises` holds the layouts of its inputs and results until
+then.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def lay_out(target: Tensor, value: Tensor) -> Tensor:
 
 
 class _Asked(threading.local):
-    """The results that the program which this thread captures lays out itself, and those that were left to it."""
+    """A request of the program that this thread captures.
+
+    `results`: outputs of regions that the program copies into their strides itself. `left`: those of them that regions
+    have left to it.
+    """
 
     def __init__(self) -> None:
         self.results: frozenset[tuple[Region, int]] = frozenset()
@@ -98,7 +103,7 @@ class Layout(NamedTuple):
 
 
 class Promises(NamedTuple):
-    """What the graph of a region says about its inputs and its results. An input is a number where it is no tensor."""
+    """The layouts of a region's inputs and results, as its graph has them. An input that is no tensor is a number."""
 
     inputs: tuple[Layout | Any, ...]
     results: tuple[Layout, ...]
@@ -133,10 +138,10 @@ def _expression(value: Any) -> Any:
 
 
 class Region(torch.nn.Module):
-    """`body` is the graph it stands for, or makes it; `line` is where its first node comes from.
+    """A module that runs the code of a region. `body` is the region's graph, or a function that builds it.
 
-    `report` is told, once, why the body runs instead of compiled code: what happened, the reason, the line. With
-    `promises`, the body reads by no indices that are looked at.
+    `line` is the source line of the first node. `report` is called once if the body runs instead of compiled code, with
+    the event, its reason and the line. With `promises` the body needs no index checks.
     """
 
     def __init__(
@@ -281,8 +286,8 @@ def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _is_on(device: torch.device, result: Tensor) -> bool:
-    """Whether a result is on a device. The seeds that attention saves for its backward are there in a capture, and in
-    the memory of the host in other calls, whatever is said of them while a graph is traced.
+    """Whether the result is on the device. Scalars on the host pass too: attention's seeds are on the device in a
+    capture and on the host otherwise, whatever the fake tensors say.
     """
     return result.device == device or (result.device.type == "cpu" and not result.dim())
 

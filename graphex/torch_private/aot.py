@@ -137,7 +137,7 @@ def implemented_in_python() -> str:
 
 
 def only_hands_over(written: Collection[int], *, but_marks: bool = False) -> bool:
-    """Whether AOTAutograd's wrapper leaves a call of the inference graph being compiled as it is, but for grad mode.
+    """Whether AOTAutograd's wrapper only switches grad mode around calls of the inference graph being compiled.
 
     That is: no result is made again from an input or marked as dynamic (`but_marks` does not ask for that), no input is
     updated after the call, no switch is set, and the writes that it counts are among those to the inputs `written`.

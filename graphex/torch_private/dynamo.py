@@ -40,12 +40,12 @@ else:
 class DispatchMode(TorchDispatchMode):
     """A TorchDispatchMode that threads may enter and leave at any time.
 
-    torch notes for the whole process whether a mode is on, and a mode that is left puts back the note that it found:
+    torch keeps one flag per process for "a mode is on". A mode that exits restores the flag that it found on entry:
 
-        thread 1   enters                         leaves
-        thread 2            enters, finds "on"             leaves, puts back "on", for good
+        thread 1   enters                         exits
+        thread 2            enters, finds "on"            exits, restores "on", for good
 
-    Dynamo's guards read that note. With a wrong one, what was compiled outside of a mode is compiled again inside.
+    Dynamo's guards read that flag. With a wrong one, code that was compiled outside of a mode is compiled again.
     """
 
     def __exit__(self, *error: Any) -> None:
@@ -53,25 +53,25 @@ class DispatchMode(TorchDispatchMode):
         forget_modes_of_others()
 
 
-_NOTES = (
+_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-_note_for_guards = private(
+_set_flag_for_guards = private(
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", lambda value: None
 )
 
 
 def forget_modes_of_others() -> None:
-    """Take torch's notes on modes back, if this thread is in none."""
+    """Reset torch's flags for modes, if this thread is in none."""
     if dispatch_modes():
         return
-    notes = vars(sys.modules[TorchDispatchMode.__module__])
-    wrong = [name for name in _NOTES if notes.get(name)]
+    flags = vars(sys.modules[TorchDispatchMode.__module__])
+    wrong = [name for name in _FLAGS if flags.get(name)]
     if wrong:
-        notes.update(dict.fromkeys(wrong, False))
-        _note_for_guards(False)
+        flags.update(dict.fromkeys(wrong, False))
+        _set_flag_for_guards(False)
 
 
 _NO_ARTIFACTS = "TORCH_TRACE shows nothing of graphex"
@@ -139,7 +139,9 @@ _has_objects = TorchVersion(torch.__version__) >= "2.12" and None not in (_is_in
 
 
 class _OfThread(threading.local):
-    """The same where torch does not. In a thread of autograd's, which Python has not started, the newest count."""
+    """Values per thread for torch 2.11, which keeps none itself. A thread of autograd's, which Python did not start,
+    sees the newest value of any thread.
+    """
 
     newest: ClassVar[dict[str, tuple[Any, ...]]] = {}
 

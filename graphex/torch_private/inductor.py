@@ -82,10 +82,10 @@ def left_for_later(later: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module that is imported once something of it is used. Until it is out of the way, only `later` can be.
+    """Stands for a module until the real one is imported.
 
-    Another thread that imports Inductor meanwhile waits for that, but not for what the matcher imports: it may be
-    importing that itself. Nor for what Python asks of every module.
+    While it is in `sys.modules`, it offers only the name `later`. Another thread that asks it for any other name waits
+    until it is removed; the thread that made it, and dunder names, get an AttributeError at once.
     """
 
     def __init__(self, name: str, later: str) -> None:
@@ -439,11 +439,11 @@ def _sources_known(hash: bytes) -> Iterator[None]:
 
 
 def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:
-    """The call of compiled code. Inductor's own call is made the first time, when it ends its notes on the compilation,
-    and for a profiler, where it names itself. It costs the host 3 us: the others go to what it would call.
+    """The call of compiled code, without Inductor's own around it, which costs the host 3 us. Inductor's is made the
+    first time, when it ends its notes on the compilation, and for a profiler, where it names itself.
 
-    It needs a module that imports all code generators. Code that was unpacked does without until something else has
-    imported that.
+    Inductor's own call needs a module that imports all code generators, so unpacked code does not use it until another
+    import has loaded that module.
     """
     inductor, is_first = find("torch._inductor"), True
 

@@ -187,9 +187,9 @@ def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride
 
 
 class Owners:
-    """The owners of some tensors' memory: how many there are now, and later whether there are more.
+    """The owners of some tensors' storages: how many there are now, and later whether there are more.
 
-    What is known of memory that was counted before, by `known`, stays so: it may have more owners by now.
+    A storage that `known` has counted before keeps that count: it may have more owners by now.
     """
 
     def __init__(self, tensors: Iterable[Tensor], known: Owners | None = None) -> None:
@@ -206,7 +206,10 @@ class Owners:
         return storage_key(tensor) in self._places
 
     def alone(self, readers: Mapping[int, int]) -> dict[int, int]:
-        """Of memory that so many more tensors hold now, by its address, the part that nothing else holds besides."""
+        """The entries of `readers` for storages that nothing holds but the owners counted before and these readers.
+
+        `readers` maps the address of a storage to the number of tensors that read it.
+        """
         if _storage_at is None or not all(self._before):  # this torch has no such functions
             return {}
         known = zip(self._storages, self._places, self._before, strict=True)
@@ -214,7 +217,7 @@ class Owners:
         return {address: count for address, count in readers.items() if address in found and found[address] <= count}
 
     def besides(self, readers: Mapping[int, int]) -> Callable[[], bool]:
-        """A function that says whether anything but so many tensors holds memory that is named here by its address."""
+        """A function that says whether a storage in `readers` has more holders than those and its earlier owners."""
         known = list(zip(self._storages, self._places, self._before, strict=True))
         chosen = [(place, before, storage) for storage, place, before in known if storage.data_ptr() in readers]
         places = [place for place, _, _ in chosen]
