@@ -191,7 +191,7 @@ class Aliases:
         return any(self._made_again.get(place) is not written for place in self._outputs_in(self.storages(node)))
 
     def shows_its_offset(self, node: Node) -> bool:
-        """Whether an output that AOTAutograd makes again from an input is a view of this: it reads where it begins."""
+        """Whether AOTAutograd makes an output again as a view like this one: then its storage offset shows."""
         return not self._made_again.keys().isdisjoint(self._outputs_in(self.storages(node)))
 
     def is_absolute(self, node: Node) -> bool:
@@ -206,13 +206,13 @@ class Aliases:
         return any(self._writes.get(storage) for storage in self.storages(node))
 
     def read_by(self, node: Node) -> frozenset[Storage]:
-        """The storages a node reads, or looks at: those of its arguments, and all that an op in flight uses which it
-        waits for.
+        """The storages that a node reads or takes views of: those of its arguments, and those that the ops in flight
+        which it waits for use.
         """
         return self._accessed(touched_by(node), self._besides.get(node, _NO_ACCESS).reads)
 
     def written_by(self, node: Node) -> frozenset[Storage]:
-        """The storages a node may write to, with what an op in flight writes which it waits for."""
+        """The storages that a node may write to, those that the ops in flight write which it waits for included."""
         return self._accessed(written_arguments(node), self._besides.get(node, _NO_ACCESS).writes)
 
     def writes_for_caller(self, node: Node) -> bool:
@@ -393,7 +393,7 @@ class Aliases:
         return frozenset().union(self._resolved(besides), *map(self.storages, values))
 
     def _pass_absolute_on(self) -> None:
-        """A value with the storage offset of another one, and addressed from the start, depends on that offset."""
+        """Mark the arguments whose storage offset an absolutely addressed value has: it depends on theirs."""
         for node in reversed(self._nodes):
             first = shares_offset_with(node)
             if first is not None and not self._absolute.isdisjoint(self._storages[node]):

@@ -90,7 +90,7 @@ def launch_of(node: Node) -> Launch | None:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node waits for what its arguments are the results of."""
+    """Whether a node waits for the ops that made its arguments."""
     op = operator_called(node)
     return op is not None and (op._schema.name in _WAITS or op._schema.name in _declared.values())
 
@@ -289,7 +289,7 @@ class Flight:
 
 
 def _which_result(value: Node, launched: Node) -> object:
-    """The place of a result among several; None for what is not one of them taken by its place."""
+    """The number of a result that is taken from several; None for anything else."""
     return value.args[1] if value.args and value.args[0] is launched and len(value.args) > 1 else None
 
 
@@ -326,7 +326,7 @@ class InUse:
         return None
 
     def why_escaped(self, node: Node) -> Refusal | None:
-        """Why the memory of `node` may be read after the graph, besides by the caller, through outputs; None if not."""
+        """Why the memory of `node` may be read after the graph by more than readers of outputs; None if not."""
         for flight in self._flights_of(node):
             if not flight.landed:
                 return Refusal(flight.reason())
@@ -365,7 +365,7 @@ class InUse:
     # -- building ----------------------------------------------------------------------------------------------
 
     def visit(self, node: Node, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]) -> ExtraAccess:
-        """Take note of a node. What it reads and writes because it waits."""
+        """Take note of a node. Returns the memory that it reads and writes because it waits."""
         if node.op in ("placeholder", "get_attr") or ((op := operator_of(node)) is not None and is_ordinary(op)):
             return ExtraAccess()
         access = ExtraAccess()

@@ -272,8 +272,11 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of the program to one input: the time of each that is known, and the number of the one that a node
-    belongs to. `versions` are the nodes that are the input, written in place, in the program.
+    """The writes of the program to one input.
+
+    `times`      the time of each write that is known
+    `number`     the write that a node, by its name, belongs to
+    `versions`   the nodes that are the input itself in the program, after a write in place
     """
 
     program: TracedProgram

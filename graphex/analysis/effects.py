@@ -40,7 +40,9 @@ EVERY_LIBRARY = frozenset({"cublas", "cudnn", "attention", "linalg"})
 
 @dataclass(frozen=True)
 class RegionContract:
-    """Inputs are counted as in `node.args`, outputs as in the tuple that the node returns (0 for a single tensor).
+    """The effects of a region.
+
+    Inputs are counted as in `node.args`, outputs as in the tuple that the node returns (0 for a single tensor).
 
     reads      the inputs whose elements it reads
     writes     the inputs whose elements it may write
@@ -242,7 +244,7 @@ def is_random(node: Node) -> bool:
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
+    """Whether a node is attention without dropout, which is tagged random all the same."""
     given = argument(node, "dropout_p")
     return isinstance(given, (int, float)) and given == 0.0
 
@@ -299,7 +301,7 @@ def written_arguments(node: Node) -> list[Node]:
 
 
 def _written_by_bodies(node: Node) -> list[Node]:
-    """A higher-order op or a module is functional if none of its graphs writes. All else may write to each input."""
+    """The inputs that a node may write to: none if it runs graphs and none of these writes, all of them otherwise."""
     is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
     name = str(getattr(node.target, "__name__", node.target)) if is_higher_order else ""
     if name in _FUNCTIONAL_WRAPPERS:

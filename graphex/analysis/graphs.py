@@ -64,6 +64,12 @@ def named_arguments(target: Any, args: Collection[Any], kwargs: Mapping[str, Any
     return named
 
 
+def given_arguments(node: Node) -> dict[str, Any]:
+    """The arguments that a call of an operator was given, by schema name, without defaults."""
+    names = (name for name, _ in parameters_of(node.target) or ())
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def positional(target: Any, named: Mapping[str, Any]) -> tuple[Any, ...]:
     """The arguments of an operator's call in schema order, up to the last that is named, with defaults for the others.
 

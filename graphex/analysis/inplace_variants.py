@@ -55,7 +55,7 @@ def inplace_variant(target: Any) -> torch._ops.OpOverload | None:
 
 @cache
 def has_unproven_variant(target: Any) -> bool:
-    """Whether there is an overload that would write the result to the first argument, but perhaps other bits."""
+    """Whether an overload writes the result to the first argument, and is not known to give the same bits."""
     if (
         not isinstance(target, torch._ops.OpOverload)
         or target.namespace != "aten"

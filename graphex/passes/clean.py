@@ -59,7 +59,7 @@ MAXIMUM = torch.iinfo(torch.int64).max  # how `x[a:]` says "to the end"
 
 @dataclass(frozen=True)
 class Noop:
-    """When `holds`, the op's result is its argument number `keeps`."""
+    """A rule about an op: where `holds` is true of a call, its result is argument number `keeps`."""
 
     rule: str
     reason: str
@@ -366,7 +366,7 @@ def _rounded_sum(node: Node) -> list[Node]:
 
 
 def _is_plain_cast(node: Node, also: tuple[str, ...] = ()) -> bool:
-    """Whether nothing but the type differs; keywords other than `also` are not looked into."""
+    """Whether a node casts and changes nothing but the type; keywords other than `also` are not looked into."""
     if node.op != "call_function" or node.target is not cast or not isinstance(node.args[0], Node):
         return False
     if any(value is not None for key, value in node.kwargs.items() if key not in ("dtype", "non_blocking", *also)):
@@ -442,5 +442,5 @@ def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
 
 
 def _key(node: Node) -> Hashable:
-    """Equal for equal calls."""
+    """A key that is equal for equal calls."""
     return value_key(node.target), value_key(node.args), value_key(node.kwargs)

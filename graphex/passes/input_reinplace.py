@@ -227,7 +227,7 @@ class RestoreInputWrites(GraphPass):
         _write_in_place(work, chain, layouts)
 
     def _name_what_is_unknown(self, work: Work, node: Node) -> None:
-        """An update by an op that could write in place, but is not known to give the same bits then."""
+        """Refuse an update by an op that could write in place, but is not known to give the same bits then."""
         if node.target is not aten.copy_.default or len(node.args) < 2:
             return
         target, value = node.args[0], node.args[1]
@@ -314,7 +314,7 @@ class ChainProof:
         return self._why_in_use(steps) or why_seen(self.work, chain)
 
     def _why_in_use(self, steps: list[Node]) -> tuple[Refusal, Update | None] | None:
-        """Whether the memory of the input, or of its versions, is in use beside the readers in the graph.
+        """Why the memory of the input, or of its versions, is in use by more than the readers in the graph.
 
         Where a version was an update of the input in the user's program, it lived in the input's memory there too.
         """
@@ -382,7 +382,10 @@ class ChainProof:
         return any(not self.aliases.storages(value).isdisjoint(self.memory) for value in operands)
 
     def _why_not_overwritten(self, before: tuple[WindowPlace, ...], update: Update) -> Refusal | None:
-        """Whether the version before an update is read after it; putting a window back reads nothing."""
+        """Why an update may not overwrite the version before it: a node reads that later. None if none does.
+
+        Putting a window back reads nothing.
+        """
         step = update.made.node
         end = self.aliases.position(self.chain.epilogue)
         put_back = {place.node for place in update.put_back}

@@ -190,7 +190,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Scope:
-    """A scope: the settings between one enter and its exit. Those it leaves open hold from outside."""
+    """The settings between an enter and its exit; those that it does not name are those of the scope around it."""
 
     enter: Node
     values: dict[str, Any]
@@ -469,7 +469,7 @@ _OPS = {
 
 
 def _behind_inputs(node: Node) -> Node:
-    """Placeholders stay together at the start."""
+    """Where to insert behind a node: behind all inputs for an input, because inputs stay together at the start."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node

@@ -443,7 +443,7 @@ class Planner:
     # -- what is known -----------------------------------------------------------------------------------------------
 
     def _written(self, reads: list[Read], place: Node) -> Refusal | None:
-        """Whether a value that is read at `place` instead of earlier changes in between."""
+        """Why values cannot be read at `place` instead of earlier: one is written in between. None if none is."""
         for operand, reader in reads:
             if self.motion.writer_between(operand, reader, place):
                 return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)

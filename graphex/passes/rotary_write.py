@@ -95,7 +95,7 @@ class _Joiner:
                     self._try(ONE, rotary, [key])
 
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
-        """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
+        """The write that is the only use of the rotated key; None otherwise, with a refusal if a use is nearly one."""
         rotated = rotary.rotated_key
         users = [user for each in rotated.users for user in self._through_view(rotated, each)]
         found = [write for write in map(row_write, users) if write is not None and write.rows is rotated]
