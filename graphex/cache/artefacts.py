@@ -145,7 +145,7 @@ class Artefact:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Artefact:
-        """`data` must come from a file that only this user can have written. Raises ValueError for other bytes."""
+        """The artefact in `data`, which only this user can have written. Raises ValueError for other bytes."""
         try:
             found = pickle.loads(data)
         except Exception as error:

@@ -64,7 +64,7 @@ class CacheKey:
 
     @property
     def group(self) -> str:
-        """Equal for the keys of one function."""
+        """A hash of the function's name: keys of one function share it."""
         return hashlib.sha256(self.name.encode(errors="backslashreplace")).hexdigest()[:8]
 
     @property
@@ -76,7 +76,7 @@ class CacheKey:
 
     @classmethod
     def from_json(cls, text: str) -> CacheKey:
-        """Raises ValueError for any other text."""
+        """The key that `to_json` has written. Raises ValueError for any other text."""
         found = json.loads(text)
         if not isinstance(found, dict) or set(found) != {"name", "parts", "rows", "lines"}:
             raise ValueError("it is not a key")

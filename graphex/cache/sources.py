@@ -84,7 +84,7 @@ class NoFingerprintError(Exception):
 
 
 def fingerprint(value: object) -> str:
-    """Equal in two processes only if what the value does is. Raises NoFingerprintError, saying what is in the way."""
+    """A text that is equal in two processes only if the values do the same. Raises NoFingerprintError, saying why."""
     hasher = _Hasher()
     try:
         hasher.feed(value)

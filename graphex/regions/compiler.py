@@ -217,12 +217,12 @@ def _rounded_numbers(
 
 
 def _negated(x: Tensor) -> Any:
-    """Triton subtracts from 0, so that the negative of 0 would be 0."""
+    """-x as a product: Triton subtracts from 0, so that the negative of 0 would be 0."""
     return x * -1.0 if x.dtype.is_floating_point else NotImplemented
 
 
 def _divided(x: Tensor, by: Any) -> Any:
-    """On a GPU eager multiplies by the reciprocal of a number: another last bit, which shows once it is rounded."""
+    """x / by as eager computes it on a GPU, times the reciprocal: another last bit, which shows once it is rounded."""
     is_plain = isinstance(by, (int, float)) and not x.dtype.is_complex
     if x.device.type != "cuda" or not is_plain or not (x.dtype.is_floating_point or _default_is_float32()):
         return NotImplemented
@@ -246,7 +246,7 @@ def _power(x: Tensor, exponent: Any) -> Any:
 
 
 def _clamped(x: Tensor, least: Any = None, most: Any = None) -> Any:
-    """C++ code takes the larger of 0 and -0 for 0, where eager on a CPU leaves the -0."""
+    """The clamped tensor by comparisons: C++ code takes the larger of 0 and -0 for 0, and eager leaves the -0."""
     has_sign = x.dtype.is_floating_point or isinstance(least, float) or isinstance(most, float)
     if x.device.type != "cpu" or not has_sign or (least != 0 and most != 0):
         return NotImplemented
@@ -280,7 +280,7 @@ def _bounded(x: Tensor, most: Any) -> Any:
 
 
 def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
-    """On a CPU eager multiplies by the number first: what is too large then is infinite, whatever comes behind it."""
+    """x + value * a * b as eager computes it on a CPU, the number first: a product that is too large stays infinite."""
     if x.device.type != "cpu" or not x.dtype.is_floating_point or value == 1:
         return NotImplemented
     floats = [each for each in (x, a, b) if each.dtype.is_floating_point]
@@ -360,7 +360,7 @@ def _kernel_names(source: str) -> tuple[str, ...]:
 
 
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
-    """Equal for two graphs that Inductor compiles to the same code."""
+    """A key that is equal for two graphs that Inductor compiles to the same code."""
     return _rows(body), tuple(sorted((name, repr(value)) for name, value in patches.items()))
 
 
@@ -507,7 +507,7 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
 
 @dataclass
 class Timed:
-    """A function, and of each call the seconds that passed, and those that threads of this process had a core."""
+    """A function, and for each call the seconds that passed and those in which threads of this process had a core."""
 
     run: Callable[[], object]
     seconds: list[float] = field(default_factory=list)

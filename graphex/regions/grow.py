@@ -137,7 +137,10 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
-    """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
+    """Why a graph is not worth the seconds that compiling takes; empty if it is.
+
+    A step gains nothing if its kernels are nearly all fused ops or library calls.
+    """
     generated = sum(sum(map(is_generated, nodes)) for nodes in partitions if _is_worth_it(nodes))
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
@@ -150,8 +153,8 @@ def _is_worth_it(nodes: list[Node]) -> bool:
 
 
 def _taken(nodes: list[Node]) -> list[Node]:
-    """The values that a region is called with: all that it reads, except for graphs, which it has inside, and the sizes
-    that those of its values are made of. Of a value of 2 * s rows nothing else would say what s is.
+    """The values that a region is called with: all that it reads but graphs, which it has inside, and the symbols in
+    sizes of its values that are not known from these. A value of 2 * s rows alone does not say what s is.
     """
     read = [value for value in values_from_outside(nodes) if not is_body(value)]
     if unknown := _unknown_symbols(nodes, read):
@@ -276,8 +279,8 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _followed(graph: Graph) -> frozenset[Node]:
-    """Nodes that others wait for without reading them: they write to what these have read, or what these may raise
-    has to be raised before.
+    """Nodes that others wait for without reading them: the others write to memory that these read, or have to come
+    after an exception that these may raise.
     """
     before = dependencies(graph, Aliases(graph))
     return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
@@ -367,7 +370,7 @@ def _equally_far(at: Sequence[int], kinds: list[Hashable]) -> tuple[int, int, in
 
 
 def _kind(node: Node) -> Hashable:
-    """Equal for nodes that do the same to values of the same layout, whichever these are."""
+    """A key that is equal for nodes that do the same to values of one layout."""
     literals = map_arg((node.args, dict(node.kwargs)), lambda value: None)
     return str(node.target), repr(literals), layout_key(node.meta.get("val"))
 
@@ -433,9 +436,9 @@ def _bytes(node: Node) -> int:
 
 
 def _read_by_the_same_kernel(nodes: list[Node]) -> dict[Node, int]:
-    """For each value that code reads which could be a part of the kernel that makes it, the place of the last of that.
+    """For each value, the place of its last reader that could be a part of the kernel that makes the value.
 
-    It could be if as many calls of other kernels come before the one as before the other, on the longest way to each.
+    A reader could be if as many calls of other kernels come before it as before the value, on the longest way to each.
     """
     calls: dict[Node, int] = {}
     source: dict[Node, Node] = {}  # what a view looks at

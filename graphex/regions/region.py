@@ -78,7 +78,9 @@ _asked = _Asked()
 
 @contextmanager
 def laid_out_by_caller(results: frozenset[tuple[Region, int]]) -> Iterator[list[Unlaid]]:
-    """Results of regions, by their place, that the caller copies, if they come in strides that are not the graph's."""
+    """Inside, regions leave these of their results to the caller to copy into the graph's strides, where they have
+    others. Yields the results that were left.
+    """
     before = _asked.results, _asked.left
     left: list[Unlaid] = []
     _asked.results, _asked.left = results, left
@@ -272,8 +274,8 @@ def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: 
 
 
 def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
-    """The places of results that share memory with an input or an earlier result: later passes rely on it that none
-    does. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
+    """The places of results that share memory with an input or an earlier result; later passes rely on there being
+    none. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
     """
     seen = {storage_key(value) for value in given if isinstance(value, Tensor)}
     places = set()

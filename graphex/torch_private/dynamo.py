@@ -362,7 +362,7 @@ def frame_times() -> list[FrameTimes]:
 
 
 def room_to_recompile() -> AbstractContextManager[Any]:
-    """Every report compiles anew; torch's limit is meant for one program that recompiles by accident."""
+    """Raise torch's recompile limit inside: every report compiles anew, and the limit is meant for accidents."""
     limits: AbstractContextManager[Any] = _patch_config(recompile_limit=1024, accumulated_recompile_limit=4096)
     return limits
 
@@ -548,7 +548,7 @@ def _innermost(callback: Any) -> object:
 
 
 def _compiled_in_place(compiled: object) -> object:
-    """`module.compile()` returns nothing: the module keeps what `torch.compile` returned."""
+    """The result of `torch.compile` that `module.compile()` has left on a module; anything else as it is."""
     if isinstance(compiled, DistributedDataParallel) and compiled_call(compiled) is None:
         compiled = compiled.module
     inner = compiled_call(compiled) if isinstance(compiled, torch.nn.Module) else None
@@ -559,18 +559,18 @@ COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds wh
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """What calls of a module run once `module.compile()` was called; None before."""
+    """The function that calls of a module run after `module.compile()`; None before."""
     found: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
     return found
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let calls of a module run this; its own `forward` for None."""
+    """Let calls of a module run this function; its own call for None."""
     setattr(module, COMPILED_CALL, call)
 
 
 def _context_in_closure(compiled: object) -> object | None:
-    """`torch.compile(function)` keeps its context in the wrapper's closure and nowhere else."""
+    """The context that `torch.compile(function)` keeps in the closure of its wrapper; None without one."""
     for cell in getattr(compiled, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "callback"):
             context: object = cell.cell_contents

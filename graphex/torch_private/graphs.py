@@ -34,7 +34,7 @@ _Lazy = private("torch.fx._lazy_graph_module._LazyGraphModule", GraphModule)
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
-    """`torch.ops.aten.add.Tensor`"""
+    """The dotted name of a target: `torch.ops.aten.add.Tensor`."""
     return str(_name(target))
 
 
@@ -269,7 +269,7 @@ def _correct_slice(node: Node, argument: str) -> None:
 
 
 def _slices_count_from_the_storage() -> bool:
-    """Whether this torch does, asked of an example."""
+    """Whether this torch counts slices from the start of the storage, asked of an example."""
     find = private("torch._higher_order_ops.auto_functionalize.try_use_slice", None)
     base = torch.empty(8)[4:]
     return find is not None and find(base, base[1:2]) == (0, 5, 6)
@@ -309,15 +309,16 @@ def _take_the_only_result(node: Node) -> None:
 
 
 def _of_any_type() -> AbstractContextManager[None]:
-    """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
+    """Let Inductor's matcher take nodes that it has no kernels for (complex numbers): a wrapper needs none."""
     matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
     return replaced_in_this_thread(matcher, "fallback_node_due_to_unsupported_type", lambda *args, **kwargs: False)
 
 
 def _copied_from_where_they_begin() -> AbstractContextManager[None]:
-    """torch copies a written tensor from the start of its storage, and views the copy at the example's storage offset.
+    """Let the copy of a tensor that an op writes begin where the tensor does.
 
-    A tensor of a later call may have another storage offset, which no guard checks.
+    torch copies from the start of the storage, and views the copy at the example's storage offset. A tensor of a later
+    call may have another one, which no guard checks.
     """
     module = private("torch._higher_order_ops.auto_functionalize", lost=_NOT_UNWRAPPED)
     return replaced_in_this_thread(module, "clone_preserve_strides", lambda original, value: _copy_of(value, original))

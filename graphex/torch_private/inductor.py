@@ -204,8 +204,8 @@ def _entry() -> Callable[..., Any]:
 
 
 def _where_tracing_works(compile: F) -> F:
-    """Outside of a compilation of Dynamo's, in the middle of a call for one, dispatch keys may be off in this thread
-    that tracing needs: then another thread compiles.
+    """Let another thread compile outside of a compilation of Dynamo's: in the middle of a call, dispatch keys that
+    tracing needs may be off in this one.
     """
 
     @wraps(compile)
@@ -271,10 +271,10 @@ def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
 
 @contextmanager
 def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Float arguments of the user's call are tensors in a region: AOTAutograd has made them so in the whole graph.
+    """Keep AOTAutograd from asking Dynamo for constants in place of float arguments, while a region is compiled.
 
-    In the region it finds the symbol of such a float and no op that reads it, and would have Dynamo trace again, with a
-    constant in its place. Floats that Dynamo has been asked to make constants are none to ask for again.
+    It has made tensors of these floats in the whole graph. In the region it finds the symbol of such a float and no op
+    that reads it, and would have Dynamo trace again. It does not ask for a float that is noted as asked for already.
     """
     asked = find("torch._dynamo.symbolic_convert.TensorifyState").force_specializations
     sizes: Any = fake_mode.shape_env
@@ -309,7 +309,7 @@ def known_instruction_set() -> dict[str, Any]:
 
 @contextmanager
 def _without_trials(is_known: bool) -> Iterator[None]:
-    """Instruction sets are not tried if trials are known to succeed. The setting alone spares one of three."""
+    """Try no instruction sets inside if trials are known to succeed. The setting alone spares one of three."""
     sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ()) if is_known else ()
     for each in sets:
         each.check_build = lambda code: True
