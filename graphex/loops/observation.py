@@ -43,7 +43,8 @@ from torch import Tensor, nn
 
 from graphex.cache.sources import names_in
 from graphex.errors import users_frame
-from graphex.torch_private.dynamo import COMPILED_CALL, DispatchMode
+from graphex.torch_private.dynamo import DispatchMode
+from graphex.torch_private.frames import COMPILED_CALL
 from graphex.torch_private.graphs import written_in_call
 from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import pytree

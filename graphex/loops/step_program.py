@@ -43,14 +43,8 @@ from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
-from graphex.torch_private.dynamo import (
-    compiled_call,
-    inside,
-    is_seen_by_a_mode,
-    of_thread,
-    profiler_enabled,
-    set_compiled_call,
-)
+from graphex.torch_private.dynamo import inside, is_seen_by_a_mode, of_thread, profiler_enabled
+from graphex.torch_private.frames import compiled_call, set_compiled_call
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.memory import count_writes, storage_address
 from graphex.torch_private.symbolic import pytree

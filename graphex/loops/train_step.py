@@ -43,7 +43,8 @@ from graphex.config import CompilerConfig
 from graphex.errors import InputError
 from graphex.loops.step_program import CompiledModule, TrainStep
 from graphex.loops.step_state import Found, found_in
-from graphex.torch_private.dynamo import compiled_call, hooks_are_guarded
+from graphex.torch_private.dynamo import hooks_are_guarded
+from graphex.torch_private.frames import compiled_call
 from graphex.torch_private.memory import move_together
 from graphex.torch_private.symbolic import pytree
 
