@@ -311,8 +311,10 @@ class Sizes:
 
     def _first_after_inputs(self) -> Node:
         """Where the next node goes: after those made before, which it may use."""
+        if self._last is not None:
+            return self._last.next
         first: Node = next(node for node in self._graph.nodes if node.op != "placeholder")
-        return first if self._last is None else self._last.next
+        return first
 
 
 def _symbols_of_inputs(graph: Graph) -> dict[Any, tuple[Node, int | None]]:
