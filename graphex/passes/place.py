@@ -6,6 +6,7 @@
 
 Runs after the user's passes, because scopes, records and waits mean something by their position, and later passes move
 nodes.
+
 Streams and events of model code (`torch.cuda.stream`, `torch.Event`, `graphex.scope.stream`) become the same:
 
     before:  sin = sin(x)                                         meta: stream 1

@@ -11,8 +11,8 @@ A linear layer looks like this in a graph, a product with a transposed weight, b
     bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
     linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
 
-`x` is the value before the reshape, so that layers that share it are seen to. A weight need not be a parameter: nothing
-is assumed of it but that it is there.
+`x` is the value before the reshape, so that layers that share it are found. A weight need not be a parameter: it only
+has to be there.
 """
 
 from __future__ import annotations

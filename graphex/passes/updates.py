@@ -1,4 +1,4 @@
-"""How functionalisation writes an update of an input down: the new value, traced back to the input it came from.
+"""Updates of inputs as functionalisation writes them: the new value, traced back to the input it came from.
 
     x[2:4].add_(k)      s = slice(x, 0, 2, 4); a = add(s, k); new = slice_scatter(x, a, 0, 2, 4);    copy_(x, new)
     x.t().mul_(2)       t = transpose(x, 0, 1); m = mul(t, 2); new = transpose(m, 0, 1);             copy_(x, new)

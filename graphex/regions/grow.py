@@ -15,12 +15,11 @@ A region of equal layers is cut between them, so that one of them is compiled an
 
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
-It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would have
-written ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the
-kernel before it writes if both are in one region. Nor is a place with a value across it that does not lie in memory row
-by row: its strides are eager's, and inside of a region Inductor would choose better ones. Of the other places the one
-is taken that parts the fewest bytes of what one kernel would compute, then the one with the fewest values across it,
-and then the one where these are written without a cut too:
+It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that Inductor would
+write ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the kernel
+before it writes if both are in one region. Of these places that one is taken which the fewest values cross that are not
+contiguous (their strides are eager's, and inside of a region Inductor would choose better ones). Next count the bytes
+that one kernel would both make and read, then the values across, then those of them that are not written without a cut:
 
     add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
     add; mm(time); norm(add); | mm(norm)        parts nothing

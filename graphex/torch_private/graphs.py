@@ -1,7 +1,7 @@
 """FX graphs and the operators that their nodes call, in three parts.
 
-graphs         copies that share only values, modules around graphs, the qualified names of call targets
-operators      composite or not, conditions on arguments, and ways into a kernel that cost the host less
+graphs         copies that share only values, modules around graphs, nodes that are gone or replaced, names of targets
+operators      composite or not, written arguments, conditions, and ways into a kernel that cost the host less
 mutable ops    custom ops as AOTAutograd leaves them, wrapped in `auto_functionalized_v2`, which copies what they write
 
 A `GraphModule` writes its graph as code, by the `repr` of the arguments, whenever it gets a graph. graphex generates

@@ -1,4 +1,4 @@
-"""Storages and version counters: whole storages as tensors, overlap, ownership, copies of many tensors at a time."""
+"""Storages and version counters: keys and addresses of storages, the extent of tensors, overlap, owners, copies."""
 
 from __future__ import annotations
 
