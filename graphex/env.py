@@ -1,4 +1,4 @@
-"""The process's surroundings: environment variables, folders and files, and the pause of the garbage collector.
+"""The process's surroundings: environment variables, folders and files, the garbage collector, a line on the terminal.
 
 Environment variables switch graphex in a program that is not to be changed. A file is written as a whole: a reader sees
 the old content or the new, never a part. Files that one process leaves for the next are in folders that no other user
@@ -25,6 +25,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -430,3 +431,43 @@ def collector_paused() -> Iterator[None]:
             _pauses -= 1
             if not _pauses and _is_ours_to_enable:
                 gc.enable()
+
+
+# A line on the terminal
+
+
+SHOWN_AFTER = 2.0  # seconds
+_shown_by: list[Callable[[str], None]] = []  # of the process: a script may compile in a thread of its own
+
+
+@contextmanager
+def progress_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell `say` what is going on while the block runs: a command with a line of progress shows it there."""
+    _shown_by.append(say)
+    try:
+        yield
+    finally:
+        _shown_by.remove(say)
+
+
+@contextmanager
+def shown_on_terminal() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal about what is going on, from `SHOWN_AFTER` seconds on. Yields a function that is told."""
+    if _shown_by:
+        yield _shown_by[-1]
+        return
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    begin = threading.Timer(SHOWN_AFTER, status.start)
+    begin.daemon = True
+    begin.start()
+    try:
+        yield lambda text: status.update(f"graphex: {text}")
+    finally:
+        begin.cancel()
+        begin.join()
+        status.stop()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -164,5 +164,5 @@ class Refusal:
     nothing_lost: bool = False
     expected: bool = False
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False

@@ -25,8 +25,8 @@ from graphex.cli import Group, json_option, print_json, print_table, styled, wai
 from graphex.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from graphex.cache.keys import Key
-    from graphex.cache.store import Entry, Store
+    from graphex.cache.keys import CacheKey
+    from graphex.cache.store import CacheStore, Entry
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -424,10 +424,10 @@ def _counted(graphs: int, size: int) -> str:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-def _store() -> Store:
-    from graphex.cache.store import Store
+def _store() -> CacheStore:
+    from graphex.cache.store import CacheStore
 
-    store = Store()
+    store = CacheStore()
     try:
         store.entries()
     except OSError as error:
@@ -437,13 +437,13 @@ def _store() -> Store:
     return store
 
 
-def _entry_row(store: Store, entry: Entry, now: float) -> dict[str, Any]:
+def _entry_row(store: CacheStore, entry: Entry, now: float) -> dict[str, Any]:
     key = store.key(entry.id)
     graph = "cannot be read" if key is None else _graph(key)
     return {"id": entry.id, "graph": graph, "bytes": entry.bytes, "age": now - entry.made, "hits": entry.hits}
 
 
-def _graph(key: Key) -> str:
+def _graph(key: CacheKey) -> str:
     """`Decoder inference`"""
     return f"{key.name} {key.phase}"
 
@@ -453,7 +453,7 @@ def _age(seconds: float) -> str:
     return f"{int(seconds // (size or 1))} {unit}"
 
 
-def _ids(store: Store, wanted: str) -> list[str]:
+def _ids(store: CacheStore, wanted: str) -> list[str]:
     """The graph with an id, or a beginning of one; else those of a function."""
     by_id = [entry.id for entry in store.entries() if wanted in (entry.id, entry.id.partition("-")[2])]
     by_id = by_id or [entry.id for entry in store.entries() if len(wanted) >= 4 and entry.id.startswith(wanted)]
@@ -466,7 +466,7 @@ def _ids(store: Store, wanted: str) -> list[str]:
     return found
 
 
-def _found(store: Store, wanted: str) -> tuple[Entry, Key]:
+def _found(store: CacheStore, wanted: str) -> tuple[Entry, CacheKey]:
     """The latest entry that an id or a name leads to, and its key."""
     ids = _ids(store, wanted)
     entry = max((entry for entry in store.entries() if entry.id in ids), key=lambda entry: entry.made)

@@ -127,10 +127,10 @@ def explain(
 
     import graphex  # and torch with it: what can be wrong with the command was said before
     from graphex.backend import watching
+    from graphex.env import progress_to
     from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
     from graphex.frontend.origin import breaks_of_process
-    from graphex.regions.compiler import progress_to
 
     graphex.define()
     before = breaks_of_process()

@@ -68,7 +68,7 @@ def random_orders(gm: GraphModule, inputs: Sequence[Any], *, orders: int = 20, s
     """Run `gm`, whose nodes are placed on streams, as it is written and in `orders` other ways, and compare."""
     if not isinstance(gm, GraphModule):
         raise InputError(f"random_orders takes a torch.fx.GraphModule, got {type(gm).__name__}.")
-    taken = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    taken = len(gm.graph.find_nodes(op="placeholder"))
     if not isinstance(inputs, (list, tuple)) or len(inputs) != taken:
         got = f"{len(inputs)} were" if isinstance(inputs, (list, tuple)) else f"{type(inputs).__name__} was"
         raise InputError(f"random_orders takes a list of the graph's {taken} inputs, {got} given.")

@@ -32,8 +32,8 @@ from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observa
 from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
-from graphex.torch_private.dynamo import backend_of, code_of, room_to_recompile, without_reducing
-from graphex.torch_private.frames import attempts, given_up_since
+from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.frames import attempts, backend_of, code_of, given_up_since
 from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")

@@ -305,7 +305,7 @@ def _note_graph(
 def sizes_of(gm: GraphModule) -> tuple[int, int, int, tuple[str, ...]]:
     """How many nodes, inputs and results a graph has, and its devices."""
     nodes = list(gm.graph.nodes)
-    inputs = sum(node.op == "placeholder" for node in nodes)
+    inputs = len(gm.graph.find_nodes(op="placeholder"))
     outputs = sum(len(pytree.tree_leaves(node.args)) for node in nodes if node.op == "output")
     return len(nodes), inputs, outputs, tuple(sorted(str(device) for device in devices_of(gm.graph)))
 
@@ -345,9 +345,7 @@ class Portable:
         if kernel_runtime() is not None:
             load_in_background(journal)
 
-        def report(what: str, reason: str, line: str) -> None:
-            compilation.fall_back(name, what, reason, line=line)
-
+        report = compilation.recorder(name)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         patches = settings(config) if self.artefact.regions else {}
         given, again = Given(self.handed.constants, [], []), self._why_again()

@@ -34,6 +34,7 @@ from graphex.ops import SPECS, has_kernel
 from graphex.records import NearMiss, RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.torch_private.graphs import is_erased
 from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}
@@ -92,7 +93,7 @@ class Fusion:
         before = outcome.matches
         looks = self._looks.setdefault(rule.pattern.look, {})
         for anchor in reversed(self._nodes(rule.pattern.anchor_op)):
-            if anchor._erased or self._is_made_by(rule, anchor):
+            if is_erased(anchor) or self._is_made_by(rule, anchor):
                 continue
             end = self._first_look(rule, anchor, looks) or self._try(rule, anchor)
             if end is None:

@@ -35,14 +35,18 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphex.cache.sources import names_in
 from graphex.errors import users_frame
 from graphex.torch_private.dynamo import DispatchMode
+from graphex.torch_private.frames import COMPILED_CALL
+from graphex.torch_private.graphs import written_in_call
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
@@ -268,17 +272,12 @@ def _seeds(kind: str) -> Seeds:
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes to, as its schema says."""
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(written_in_call(func, args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:
     """A number for the memory of a tensor; for one that is sparse, of its own."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+    return storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
 
 
 def _address(tensor: Tensor) -> int:
@@ -319,7 +318,7 @@ _REMEMBERED = 64  # versions
 _LENGTH = "the length of "
 _END, _ABSENT = object(), object()
 _PARTS = ("._parameters", "._buffers", "._modules")
-_NOT_THE_USERS = ("._compiled_call_impl",)  # set while a step runs
+_NOT_THE_USERS = (f".{COMPILED_CALL}",)  # set while a step runs
 
 Live = Callable[[], Iterable[Any]]
 Source = tuple[Sequence[str], Live]  # names, and the values that they stand for by now
@@ -500,7 +499,7 @@ def _sources(name: str, thing: Any) -> Iterator[Source]:
 
 def _of_function(function: FunctionType) -> Iterator[Source]:
     code, known = function.__code__, function.__globals__
-    names = _names(code)
+    names = names_in(code)
     yield code.co_freevars, lambda: [_content(cell) for cell in function.__closure__ or ()]
     yield names, lambda: [known.get(name, _ABSENT) for name in names]
     yield (
@@ -537,11 +536,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return _ABSENT
-
-
-def _names(code: CodeType) -> list[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
 
 
 def _is_looked_into(thing: Any, in_module: bool) -> bool:

@@ -44,8 +44,9 @@ from graphex.runtime.buffers import Arena, InputBuffer
 from graphex.runtime.captured_graph import Pool
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import inside, is_seen_by_a_mode, of_thread, profiler_enabled
+from graphex.torch_private.frames import compiled_call, set_compiled_call
 from graphex.torch_private.lookup import MissingNameError, check_required
-from graphex.torch_private.memory import count_writes
+from graphex.torch_private.memory import count_writes, storage_address
 from graphex.torch_private.symbolic import pytree
 
 # -- one captured graph ------------------------------------------------------------------------------------------------
@@ -103,15 +104,15 @@ class CompiledModule:
     def in_place(self) -> Iterator[None]:
         module = self._module
         with self._lock:
-            calls = self._calls.setdefault(module, [module._compiled_call_impl])
+            calls = self._calls.setdefault(module, [compiled_call(module)])
             calls.append(self._compiled)
-            module._compiled_call_impl = self._compiled
+            set_compiled_call(module, self._compiled)
         try:
             yield
         finally:
             with self._lock:
                 calls.remove(self._compiled)
-                module._compiled_call_impl = calls[-1]
+                set_compiled_call(module, calls[-1])
                 if len(calls) == 1:
                     del self._calls[module]
 
@@ -478,8 +479,8 @@ class TrainStep:
             return (
                 f"an argument is a {type(holder).__name__}, whose tensors no graph is given; pass them as a dictionary"
             )
-        own = {each.untyped_storage().data_ptr() for each in (*self._state.parameters, *self._state.buffers)}
-        if any(each.untyped_storage().data_ptr() in own for each in tensors if each.numel()):
+        own = {storage_address(each) for each in (*self._state.parameters, *self._state.buffers)}
+        if any(storage_address(each) in own for each in tensors if each.numel()):
             return "an argument shares memory with a parameter or a buffer"
         return ""
 

@@ -44,6 +44,7 @@ from graphex.errors import InputError
 from graphex.loops.step_program import CompiledModule, TrainStep
 from graphex.loops.step_state import Found, found_in
 from graphex.torch_private.dynamo import hooks_are_guarded
+from graphex.torch_private.frames import compiled_call
 from graphex.torch_private.memory import move_together
 from graphex.torch_private.symbolic import pytree
 
@@ -130,7 +131,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules
         if id(module) not in inner
         and any(True for _ in module.parameters())
-        and not any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules())
+        and not any(compiled_call(each) is not None or hasattr(each, "_orig_mod") for each in module.modules())
     ]
 
 

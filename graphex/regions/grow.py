@@ -15,20 +15,20 @@ A region of equal layers is cut between them, so that one of them is compiled an
 
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
-It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would have
-written ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the
-kernel before it writes if both are in one region. Nor is a place with a value across it that does not lie in memory row
-by row: its strides are eager's, and inside of a region Inductor would choose better ones. Of the other places the one
-is taken that parts the fewest bytes of what one kernel would compute, then the one with the fewest values across it,
-and then the one where these are written without a cut too:
+It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that Inductor would
+write ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the kernel
+before it writes if both are in one region. Of these places that one is taken which the fewest values cross that are not
+contiguous (their strides are eager's, and inside of a region Inductor would choose better ones). Next count the bytes
+that one kernel would both make and read, then the values across, then those of them that are not written without a cut:
 
     add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
     add; mm(time); norm(add); | mm(norm)        parts nothing
 
 Segments are in the graph's order, so that each depends on earlier ones alone.
 
-What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
-is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
+A node that only later regions read, and that reads nothing of its own region, moves to the first of its readers
+(`sunk`). In a backward these are values that are computed again, such as the activations of all layers, and casts of
+gradients that are used much later:
 
     before:  ...; t = tanh(saved)  |  g = mm(...); tanh_backward(g, t)        t would be written to memory
     after:   ...  |  t = tanh(saved); g = mm(...); tanh_backward(g, t)
@@ -136,7 +136,10 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
-    """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
+    """Why a graph is not worth the seconds that compiling takes; empty if it is.
+
+    A step gains nothing if its kernels are nearly all fused ops or library calls.
+    """
     generated = sum(sum(map(is_generated, nodes)) for nodes in partitions if _is_worth_it(nodes))
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
@@ -149,8 +152,8 @@ def _is_worth_it(nodes: list[Node]) -> bool:
 
 
 def _taken(nodes: list[Node]) -> list[Node]:
-    """The values that a region is called with: all that it reads, except for graphs, which it has inside, and the sizes
-    that those of its values are made of. Of a value of 2 * s rows nothing else would say what s is.
+    """The values that a region is called with: all that it reads but graphs, which it has inside, and the symbols in
+    sizes of its values that are not known from these. A value of 2 * s rows alone does not say what s is.
     """
     read = [value for value in values_from_outside(nodes) if not is_body(value)]
     if unknown := _unknown_symbols(nodes, read):
@@ -275,18 +278,18 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _followed(graph: Graph) -> frozenset[Node]:
-    """Nodes that others wait for without reading them: they write to what these have read, or what these may raise
-    has to be raised before.
+    """Nodes that others wait for without reading them: the others write to memory that these read, or have to come
+    after an exception that these may raise.
     """
     before = dependencies(graph, Aliases(graph))
     return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
 
 
-def sunk(segments: list[list[Node]], followed: Collection[Node] = ()) -> list[list[Node]]:
-    """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
+def sunk(segments: list[list[Node]], followed: Collection[Node]) -> list[list[Node]]:
+    """The segments with each node in the one that reads it first, in an order in which they can run.
 
-    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. One that is `followed` stays,
-    because others have to come behind it. The parts of a tuple stay with it: what a region takes are tensors.
+    A node moves if all that it reads of its own segment moves too, or if it makes more bytes than it reads. A node in
+    `followed` stays, because others must run after it. Parts of a tuple stay with it: regions take only tensors.
     """
     place: dict[Node, int] = {}
     for number, nodes in enumerate(segments):
@@ -366,7 +369,7 @@ def _equally_far(at: Sequence[int], kinds: list[Hashable]) -> tuple[int, int, in
 
 
 def _kind(node: Node) -> Hashable:
-    """Equal for nodes that do the same to values of the same layout, whichever these are."""
+    """A key that is equal for nodes that do the same to values of one layout."""
     literals = map_arg((node.args, dict(node.kwargs)), lambda value: None)
     return str(node.target), repr(literals), layout_key(node.meta.get("val"))
 
@@ -382,8 +385,10 @@ def _is_called(node: Node) -> bool:
 
 
 class Across(NamedTuple):
-    """Values that are made before a place and read from it on: how many do not lie in memory row by row, the bytes that
-    one kernel would make and read, how many there are, and how many Inductor would compute again rather than write.
+    """The values that cross a place where a region may be cut, as numbers of which less is better, the first most.
+
+    `odd`: how many are not contiguous. `parted`: the bytes that one kernel would both make and read. `values`: how many
+    there are. `computed`: how many Inductor would compute again rather than write.
     """
 
     odd: int
@@ -430,9 +435,9 @@ def _bytes(node: Node) -> int:
 
 
 def _read_by_the_same_kernel(nodes: list[Node]) -> dict[Node, int]:
-    """For each value that code reads which could be a part of the kernel that makes it, the place of the last of that.
+    """For each value, the place of its last reader that could be a part of the kernel that makes the value.
 
-    It could be if as many calls of other kernels come before the one as before the other, on the longest way to each.
+    A reader could be if as many calls of other kernels come before it as before the value, on the longest way to each.
     """
     calls: dict[Node, int] = {}
     source: dict[Node, Node] = {}  # what a view looks at

@@ -19,7 +19,7 @@ import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -210,6 +210,10 @@ class Compilation:
 
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
+
+    def recorder(self, graph: str) -> Callable[[str, str, str], None]:
+        """A function that records what falls back in a graph, why, and at which source line."""
+        return lambda what, reason, line: self.fall_back(graph, what, reason, line=line)
 
 
 def _fused(journal: Journal) -> str:

@@ -22,6 +22,7 @@ from graphex.analysis.dependencies import EPOCH, epoch_of
 from graphex.analysis.effects import is_work
 from graphex.analysis.graphs import ORIGINS, attribute_of, origins, value_key
 from graphex.errors import PassError
+from graphex.torch_private.graphs import replacements_told
 from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
 
 MADE_BY = "graphex_made_by"  # the user's pass that put a node there
@@ -71,20 +72,20 @@ class PassWatch:
     """Notes which nodes a user's pass replaces by which, while it runs."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
         self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
         self.calls = {node: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.metas = {node: dict(node.meta) for node in gm.graph.nodes}
         self.replaced: dict[str, list[Node]] = {}
+        self._told = replacements_told(gm, self._note)
 
     def __enter__(self) -> PassWatch:
-        self._gm._register_replace_node_hook(self._note)
+        self._told.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._gm._unregister_replace_node_hook(self._note)
+    def __exit__(self, *error: Any) -> None:
+        self._told.__exit__(*error)
 
     def dropped(self, gm: GraphModule) -> list[Node]:
         """The nodes that are still there and have lost metadata."""

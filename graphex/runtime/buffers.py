@@ -48,6 +48,7 @@ from graphex.torch_private.memory import (
     Owners,
     borrowed,
     copier,
+    extent,
     flipped,
     has_memory,
     is_dense,
@@ -55,6 +56,7 @@ from graphex.torch_private.memory import (
     marks_of,
     on_storage_of,
     overlaps_itself,
+    storage_address,
     storage_owners,
     whole_storage,
 )
@@ -212,10 +214,7 @@ class Arena:
 
 def bytes_of(tensor: Tensor) -> int:
     """The bytes from a tensor's first element to its last, gaps included, expanded dimensions counted once."""
-    if not tensor.numel():
-        return 0
-    steps = zip(_without_expansion(tensor), tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def _without_expansion(tensor: Tensor) -> torch.Size:
@@ -589,7 +588,3 @@ def laid_on(memory: Tensor, like: Tensor) -> Tensor:
 
 def _lives(value: Any) -> bool:
     return isinstance(value, Tensor) and has_memory(value)
-
-
-def storage_address(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()

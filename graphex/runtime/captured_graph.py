@@ -33,12 +33,11 @@ from graphex.runtime.buffers import (
     PuttingBack,
     bytes_of,
     laid_on,
-    storage_address,
 )
 from graphex.runtime.capture_plan import CapturePlan, Key
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import Addresses, FastReplay, Picker, ReplayBody, picker
-from graphex.torch_private.memory import retains_graph
+from graphex.torch_private.memory import retains_graph, storage_address
 
 # -- pools -------------------------------------------------------------------------------------------------------------
 
@@ -310,8 +309,8 @@ class CapturedGraph:
             for buffer, each in zip(self.buffers, given, strict=True)
             if each.data_ptr() != buffer.view.data_ptr()
         ]
-        memory = {target.untyped_storage().data_ptr() for target, _ in pairs}
-        if any(source.untyped_storage().data_ptr() in memory for _, source in pairs):
+        memory = {storage_address(target) for target, _ in pairs}
+        if any(storage_address(source) in memory for _, source in pairs):
             pairs = [(target, source.clone()) for target, source in pairs]  # they trade places
         for target, source in pairs:
             target.copy_(source)

@@ -39,7 +39,7 @@ from graphex.runtime.program import Program
 from graphex.torch_private.aot import PlainStep, has_hooks_on_saved_tensors
 from graphex.torch_private.cuda import Switch, states
 from graphex.torch_private.dynamo import disable, dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
-from graphex.torch_private.memory import count_writes, retains_graph
+from graphex.torch_private.memory import count_writes, retains_graph, storage_address
 
 if TYPE_CHECKING:
     from graphex.runtime.buffers import OutputPlan
@@ -399,8 +399,8 @@ class StepBypass(Bypass):
         if not all(isinstance(each, (Tensor, int, float)) for each in args):
             return False  # compiled autograd's hooks come as an input, for AOTAutograd's function
         saved = range(self.step.returned, self.results)
-        theirs = {_memory(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
-        watched = [place for place in saved if place in self._shared or _memory(seen.results[place]) in theirs]
+        theirs = {storage_address(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
+        watched = [place for place in saved if place in self._shared or storage_address(seen.results[place]) in theirs]
         others = [place for place in saved if place not in watched]
         in_order = picker([place for place, _ in sorted(enumerate([*watched, *others]), key=itemgetter(1))])
         places = frozenset([*range(self.step.returned), *watched])
@@ -463,10 +463,6 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError("torch.compile with graphex does not support double backward.")
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _same(some: Any, others: Sequence[Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -80,6 +80,12 @@ def fake_like(value: FakeTensor) -> FakeTensor:
     with unset_fake_temporarily():
         meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, value.device)
+
+
+def mode_of(values: Iterable[object]) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among values, nested ones included; None without one."""
+    leaves = (leaf for value in values for leaf in pytree.tree_leaves(value))
+    return next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
 
 
 def hint_of(value: int | torch.SymInt, default: int) -> int:

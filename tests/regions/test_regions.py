@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import graphex
+from graphex import env
 from graphex.regions import compiler, stage
 from graphex.regions.compiler import tried
 from tests.harness import host_ops
@@ -831,7 +832,7 @@ def test_a_terminal_shows_what_is_compiled_if_it_takes_long(uncompiled, monkeypa
         return quick(body, patches)
 
     monkeypatch.setattr(stage, "compile_region", slow)
-    monkeypatch.setattr(compiler, "PATIENCE", 0.0)
+    monkeypatch.setattr(env, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr("rich.status.Status.start", lambda status: shown.set())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     run, x = compiled(chain), torch.randn(4, 8)
