@@ -7,6 +7,7 @@
         kernel="activations.silu_mul",             graphex/kernels/activations.py, silu_mul(call)
         rows=RowRule("pointwise"),                 how it treats the rows of its arguments
         inlines=True,                              Inductor writes as good a kernel where it can join it with others
+        libraries=CUBLAS,                          torch's libraries that may compute it: their switches choose kernels
     )
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         '''The formula.'''
@@ -69,6 +70,12 @@ class RowRule:
     arguments: tuple[str, ...] = ()
 
 
+# Libraries that references call, as `graphex.analysis.effects` names them. `attention` is torch's choice among its
+# implementations, of which one is made of matrix products.
+CUBLAS = frozenset({"cublas"})
+ATTENTION = frozenset({"cublas", "attention"})
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """An op as it was declared."""
@@ -86,6 +93,7 @@ class OpSpec:
     # call, and returns what is compiled instead, whatever is around it, or None.
     inlines: bool | Function
     is_random: bool  # it draws from a generator
+    libraries: frozenset[str]  # those that the reference may call: their switches are a part of the capture key
 
     @property
     def name(self) -> str:
@@ -141,6 +149,7 @@ def op(
     is_composite: bool = False,
     inlines: bool | Function = False,
     is_random: bool = False,
+    libraries: frozenset[str] = CUBLAS,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""
 
@@ -148,7 +157,8 @@ def op(
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours, inlines, is_random)
+        kinds = is_composite, ours, inlines, is_random, libraries
+        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, *kinds)
         SPECS[name] = spec
         if ours:
             _register(spec, namespace)
