@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels import rotary
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
@@ -26,7 +27,7 @@ from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.tokens import INDICES
 
 MOST_SPLITS = 64
@@ -257,43 +258,43 @@ def _multiprocessors(device: int) -> int:
 KIND = "attention"
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
-_PREPARED: dict[Any, Callable[..., Any] | Declined] = {}  # for jobs and for steps
+_PREPARED: dict[Any, Callable[..., Any] | Refusal] = {}  # for jobs and for steps
 
 
-def refusal_of(job: Job) -> str | None:
+def refusal_of(job: Job) -> Refusal | None:
     """Why the kernel cannot take a job."""
     query, key, value, mask = job[:4]
     if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
-        return "query, key and value are not float16, bfloat16 or float32"
+        return Refusal("query, key and value are not float16, bfloat16 or float32")
     if query.is_cuda and query.dtype == torch.float32:
-        return "float32: the device's exponential is not as exact as that of PyTorch's kernels"
+        return Refusal("float32: the device's exponential is not as exact as that of PyTorch's kernels")
     if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < OLDEST:
-        return "the device is older than the tensor cores that the kernel is written for"
+        return Refusal("the device is older than the tensor cores that the kernel is written for")
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in FLOATS:
-        return f"the mask is {mask.dtype}"
+        return Refusal(f"the mask is {mask.dtype}")
     if any(each is not None and each.device != query.device for each in (key, value, mask, job.sinks)):
-        return "arguments are on different devices"
+        return Refusal("arguments are on different devices")
     if job.sinks is not None and (job.sinks.dtype not in FLOATS or not job.sinks.is_contiguous()):
-        return "the sinks are no contiguous numbers"
+        return Refusal("the sinks are no contiguous numbers")
     if any(each.shape[3] > 1 and each.stride(3) != 1 for each in (query, key, value)):
-        return "the elements of a head are not adjacent"
+        return Refusal("the elements of a head are not adjacent")
     if max(key.stride(2), value.stride(2)) > MOST_APART:
-        return "neighbouring positions of the keys are too far apart for 32 bits"
+        return Refusal("neighbouring positions of the keys are too far apart for 32 bits")
     if not (job.heads and key.shape[2] and query.shape[3] and value.shape[3]):
-        return "there are no keys"
+        return Refusal("there are no keys")
     if job.rows > MOST_ROWS:
-        return f"more than {MOST_ROWS} queries share a head of the keys"
+        return Refusal(f"more than {MOST_ROWS} queries share a head of the keys")
     if max(query.shape[3], value.shape[3]) > MOST_COLUMNS:
-        return f"heads are wider than {MOST_COLUMNS}"
+        return Refusal(f"heads are wider than {MOST_COLUMNS}")
     if max(query.shape[0], job.heads) > MOST_BLOCKS:
-        return "there are more sequences or heads than a grid has blocks"
+        return Refusal("there are more sequences or heads than a grid has blocks")
     return None
 
 
-def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
+def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
     """How to compute such a job, and whether that is the last word."""
-    if refusal := refusal_of(job):
-        return Declined(refusal), True
+    if (refusal := refusal_of(job)) is not None:
+        return refusal, True
     config, is_final = chosen_config(job)
     return config.prepare(job), is_final
 
@@ -382,20 +383,20 @@ class PagedJob(NamedTuple):
     pages: Pages
 
 
-def _refusal_of_pages(of: PagedJob) -> str | None:
+def _refusal_of_pages(of: PagedJob) -> Refusal | None:
     job, (numbers, lengths) = of
     if any(each.dtype not in INDICES or each.device != job.query.device for each in of.pages):
-        return "the numbers of pages or keys are no integers on the device"
+        return Refusal("the numbers of pages or keys are no integers on the device")
     if (numbers.shape[1] > 1 and numbers.stride(1) != 1) or not lengths.is_contiguous():
-        return "the numbers of pages or keys are not adjacent"
+        return Refusal("the numbers of pages or keys are not adjacent")
     if not numbers.shape[1]:
-        return "there are no pages"
+        return Refusal("there are no pages")
     return refusal_of(job)
 
 
-def _prepare_paged(of: PagedJob) -> tuple[Callable[[PagedJob], Any] | Declined, bool]:
-    if refusal := _refusal_of_pages(of):
-        return Declined(refusal), True
+def _prepare_paged(of: PagedJob) -> tuple[Callable[[PagedJob], Any] | Refusal, bool]:
+    if (refusal := _refusal_of_pages(of)) is not None:
+        return refusal, True
     length = of.job.key.shape[2] * of.pages.numbers.shape[1]
     run = tiles(of.job, next_power_of_2(length))[0].prepare(of.job, None, of.pages)
     return lambda of: run(of.job, launch, None, of.pages), True
@@ -464,34 +465,37 @@ class Step(NamedTuple):
         return q, k, *self[2:10]
 
 
-def _refusal_of_step(step: Step) -> str | None:
+def _refusal_of_step(step: Step) -> Refusal | None:
     """Why one kernel cannot take a step."""
     q, k, v, cos, _, keys, values, positions = step[:8]
     if not q.dim() == k.dim() == v.dim() == 4 or step.dim % 4 != 2:
-        return "query, key and value do not have four dimensions, of which the caches are written along the third"
+        return Refusal(
+            "query, key and value do not have four dimensions, of which the caches are written along the third"
+        )
     if q.shape[2] != 1 or positions.numel() != 1:
-        return "there is more than one token"
+        return Refusal("there is more than one token")
     if len({each.dtype for each in (q, k, v, cos, keys, values)}) > 1:
-        return "query, key, value, angles and caches are not of one type"
+        return Refusal("query, key, value, angles and caches are not of one type")
     if (step.q_gain is None) != (step.k_gain is None):
-        return "one of query and key is normalised, the other is not"
+        return Refusal("one of query and key is normalised, the other is not")
     if any(gain is not None and (gain.dtype, gain.stride()) != (q.dtype, (1,)) for gain in (step.q_gain, step.k_gain)):
-        return "a gain has another type, or is not contiguous"
+        return Refusal("a gain has another type, or is not contiguous")
     plan = rotary.plan_for(step.rotation(), step.mode)
-    if isinstance(plan, Declined):
-        return plan.reason
+    if isinstance(plan, Refusal):
+        return plan
     angles = rotary.broadcast(step.cos, q)
     if angles is None or steps(angles)[1]:
-        return "heads have angles of their own"
-    if unclear := next((order for order in map(memory_order, (keys, values)) if isinstance(order, str)), None):
-        return f"a cache: {unclear}"
+        return Refusal("heads have angles of their own")
+    for order in map(memory_order, (keys, values)):
+        if isinstance(order, Refusal):
+            return Refusal(f"a cache: {order.reason}")
     return refusal_of(step.attention())
 
 
-def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
+def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Refusal, bool]:
     """How to take such a step, and whether that is the last word."""
-    if refusal := _refusal_of_step(step):
-        return Declined(refusal), True
+    if (refusal := _refusal_of_step(step)) is not None:
+        return refusal, True
     config, is_final = chosen_config(step.attention())
     if not isinstance(config, Tile):
         return _apart, is_final
@@ -515,7 +519,7 @@ def _shares_memory(step: Step) -> bool:
 def rotary_attention_(call: Arguments) -> Any:
     step = Step(*call)
     if seen() is None and _shares_memory(step):
-        return Declined("a cache shares its memory with what is read")
+        return Refusal("a cache shares its memory with what is read")
     key = (
         signature(*step[:8], step.mask, step.q_gain, step.k_gain, step.sinks),
         step.dim,
@@ -524,6 +528,6 @@ def rotary_attention_(call: Arguments) -> Any:
         step.cast_first,
     )
     found = run_job(step, step.q, key, _PREPARED, _prepare_step)
-    if isinstance(found, Declined) and seen() is not None:
+    if isinstance(found, Refusal) and seen() is not None:
         _apart(step)  # what will run instead is compiled too
     return found

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel, routed_kernel
 from graphex.kernels.launch import Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
 from graphex.kernels.tuning import choose, is_settled
-from graphex.ops.definition import Arguments, Declined
-from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, why_not_grouped
+from graphex.ops.definition import Arguments
+from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, refusal_of_grouped
 
 KIND = "experts"
 MOST_FEW = 128  # pairs for which a program of each may still be faster
@@ -240,25 +241,25 @@ def _project(job: Projection) -> Tensor:
     return found
 
 
-def _why_not(call: Any) -> str:
-    """Why the kernels do not take such arguments. Empty: they do."""
+def _refusal(call: Any) -> Refusal | None:
+    """Why the kernels do not take such arguments."""
     x, stacked = call.x, (call.gate_up, call.down)
     biases = [each for each in (call.gate_up_bias, call.down_bias, call.residual) if each is not None]
     if x.dtype not in HALF or any(each.dtype != x.dtype for each in (*stacked, *biases)):
-        return f"x is {x.dtype}, the experts are {call.gate_up.dtype}"
+        return Refusal(f"x is {x.dtype}, the experts are {call.gate_up.dtype}")
     if call.weights.dtype not in (x.dtype, torch.float32) or call.experts.dtype not in (torch.int64, torch.int32):
-        return f"the weights are {call.weights.dtype}, the experts' numbers {call.experts.dtype}"
+        return Refusal(f"the weights are {call.weights.dtype}, the experts' numbers {call.experts.dtype}")
     if call.activation not in ACTIVATIONS:
-        return f"the activation is {call.activation}"
+        return Refusal(f"the activation is {call.activation}")
     if not x.shape[0] or not call.experts.numel() or call.experts.numel() % x.shape[0]:
-        return "there is no token, or not the same number of experts for each"
+        return Refusal("there is no token, or not the same number of experts for each")
     if any(each.device != x.device for each in (call.experts, call.weights, *stacked, *biases)):
-        return "not all arguments are on one device"
+        return Refusal("not all arguments are on one device")
     if x.stride(1) != 1 or any(1 not in each.stride()[1:] for each in stacked):
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     if not all(each.is_contiguous() for each in (call.experts, call.weights, *biases)):
-        return "biases, the residual, weights or the experts' numbers are not contiguous"
-    return "" if _fits(call) else "the sizes of the experts do not fit"
+        return Refusal("biases, the residual, weights or the experts' numbers are not contiguous")
+    return None if _fits(call) else Refusal("the sizes of the experts do not fit")
 
 
 def _fits(call: Any) -> bool:
@@ -277,18 +278,18 @@ def _fits(call: Any) -> bool:
 
 
 def experts(call: Arguments) -> Any:
-    if reason := _why_not(call):
-        return Declined(reason)
+    if (refusal := _refusal(call)) is not None:
+        return refusal
     if has_many(call.x, call.experts):
         return _grouped(call)
     inner = _project(Projection(call, call.x, call.activation))
-    return inner if isinstance(inner, Declined) else _project(Projection(call, inner, ""))
+    return inner if isinstance(inner, Refusal) else _project(Projection(call, inner, ""))
 
 
 def _grouped(call: Any) -> Any:
     """Both projections as grouped products of the library, for many tokens."""
-    if reason := why_not_grouped(call.x, call.gate_up, call.down):
-        return Declined(reason)
+    if (refusal := refusal_of_grouped(call.x, call.gate_up, call.down)) is not None:
+        return refusal
     stacked = (call.gate_up, call.gate_up_bias, call.down, call.down_bias)
     rows = grouped(call.x, call.experts, *stacked, call.transposed, call.activation, call.alpha, call.limit)
     with on_device_of(call.x):
@@ -298,16 +299,16 @@ def _grouped(call: Any) -> Any:
 def route(call: Arguments) -> Any:
     logits, count = call.logits, call.logits.shape[-1]
     if logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[0]:
-        return Declined("the logits are no rows of adjacent elements")
+        return Refusal("the logits are no rows of adjacent elements")
     if logits.dtype not in (*HALF, torch.float32) or call.dtype not in (*HALF, torch.float32):
-        return Declined(f"the logits are {logits.dtype}, the weights {call.dtype}")
+        return Refusal(f"the logits are {logits.dtype}, the weights {call.dtype}")
     if not 0 < call.top_k <= count <= MOST_EXPERTS or call.scores not in SCORES:
-        return Declined(f"{call.top_k} of {count} experts are chosen by {call.scores}")
+        return Refusal(f"{call.top_k} of {count} experts are chosen by {call.scores}")
     bias, groups = call.bias, call.groups
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous() or bias.device != logits.device):
-        return Declined("the correction is not a contiguous float32 vector")
+        return Refusal("the correction is not a contiguous float32 vector")
     if groups > 1 and (count != next_power_of_2(count) or groups != next_power_of_2(groups) or count < 2 * groups):
-        return Declined(f"{count} experts in {groups} groups: no powers of two")
+        return Refusal(f"{count} experts in {groups} groups: no powers of two")
     with on_device_of(logits):
         return _route(call)
 
@@ -466,29 +467,29 @@ def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
     return config.prepare(job), is_final and is_settled(KIND, text)
 
 
-def _why_apart(call: Any) -> str:
-    """Why experts are chosen by a launch of their own. Empty: the programs of `up` may do it."""
+def _refusal_together(call: Any) -> Refusal | None:
+    """Why the programs of `up` cannot choose the experts, which then takes a launch of its own."""
     if call.logits.dtype not in HALF or call.logits.dim() != 2 or call.logits.stride(1) != 1:
-        return "the logits are no rows of 16-bit numbers"
+        return Refusal("the logits are no rows of 16-bit numbers")
     if call.logits.shape[0] != call.x.shape[0] or call.logits.shape[1] != call.gate_up.shape[0]:
-        return "there is not one logit for each token and expert"
+        return Refusal("there is not one logit for each token and expert")
     if not 0 < call.top_k <= call.logits.shape[1] <= MOST_EXPERTS or call.scores not in SCORES:
-        return f"{call.top_k} of {call.logits.shape[1]} experts are chosen by {call.scores}"
+        return Refusal(f"{call.top_k} of {call.logits.shape[1]} experts are chosen by {call.scores}")
     if call.x.shape[0] * call.top_k > FEW:
-        return f"more than {FEW} pairs of a token and an expert"
-    return "" if call.logits.device == call.x.device else "not all arguments are on one device"
+        return Refusal(f"more than {FEW} pairs of a token and an expert")
+    return None if call.logits.device == call.x.device else Refusal("not all arguments are on one device")
 
 
 def routed_experts(call: Arguments) -> Any:
-    if reason := _why_apart(call):
-        return Declined(reason)
+    if (refusal := _refusal_together(call)) is not None:
+        return refusal
     job = RoutedJob(call)
-    if reason := _why_not(job.empty()):
-        return Declined(reason)
+    if (refusal := _refusal(job.empty())) is not None:
+        return refusal
     tensors = signature(call.x, call.logits, call.gate_up, call.gate_up_bias, call.down, call.down_bias, call.residual)
     key = (*job.choosing[2:6], call.transposed, call.activation, tensors)
     found = run_job(job, call.x, key, _PREPARED, _prepare_routed)
-    if isinstance(found, Declined):
+    if isinstance(found, Refusal):
         return found
     mixture, inner = found
     return _project(Projection(mixture, inner, ""))

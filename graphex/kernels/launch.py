@@ -38,11 +38,12 @@ from torch.fx import Node
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import CONTRACTED, PTX
 from graphex.kernels.compiled import MOST_THREADS, compile_ahead, compiling_in_threads, keep_hashes
 from graphex.kernels.layout import on_device_of, remember
 from graphex.kernels.tuning import Candidate
-from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
+from graphex.ops.definition import SPECS, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -139,7 +140,7 @@ def is_aligned(x: Tensor) -> bool:
 
 def called(op: str, *args: Any) -> Any:
     """An op of ours as a part of another: where kernels are only compiled, its own is too."""
-    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
+    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Refusal):
         return result
     namespace, _, name = op.partition("::")
     return getattr(getattr(torch.ops, namespace), name)(*args)
@@ -161,7 +162,7 @@ class AnyConfig(Protocol):
 
 
 def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
-    """The results of a job, by the configuration that is `known` for its key or that `prepare` finds; or `Declined`.
+    """The results of a job, by the configuration that is `known` for its key or that `prepare` finds, or a refusal.
 
     `prepare` also says whether what it found is the last word.
     """
@@ -171,12 +172,12 @@ def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Call
             config, is_final = prepare(job)
             if is_final and seen() is None:
                 remember(known, key, config)
-        if isinstance(config, Declined):
+        if isinstance(config, Refusal):
             return config
         try:
             return config(job)
         except OutOfResources:
-            return remember(known, key, Declined(NO_ROOM))
+            return remember(known, key, Refusal(NO_ROOM))
 
 
 class Scratch(ABC, Generic[Job]):
@@ -310,7 +311,7 @@ def _planned(calls: dict[Call, int]) -> Precompiled:
             except Exception as error:
                 made.errors.append(error)
             else:
-                declined = result.reason if isinstance(result, Declined) else ""
+                declined = result.reason if isinstance(result, Refusal) else ""
                 made.planned.append(Planned(call, calls[call], seen, declined))
     order = list(calls)
     made.planned.sort(key=lambda each: order.index(each.call))

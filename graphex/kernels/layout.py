@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import TRITON_TYPES
-from graphex.ops.definition import Arguments, Declined, keyword_defaults
+from graphex.ops.definition import Arguments, keyword_defaults
 
 MOST_PLANS = 4096
 MOST_ROWS = 2**31 - 2**16
@@ -53,32 +54,32 @@ class Tile:
     steps: int = 1
 
 
-def memory_order(x: Tensor) -> tuple[int, ...] | str:
+def memory_order(x: Tensor) -> tuple[int, ...] | Refusal:
     """The leading dimensions of x from the slowest to the fastest in memory, or why that is not clear."""
     strides, sizes = x.stride(), x.shape
     leading = range(x.dim() - 1)
     wide = [d for d in leading if sizes[d] > 1]
     if sizes[-1] > 1 and strides[-1] != 1:
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     order = sorted(wide, key=lambda d: -strides[d])
     room = sizes[-1]  # what the dimensions so far take up, from the fastest on
     for d in reversed(order):
         if strides[d] < room:
-            return "rows overlap or repeat"
+            return Refusal("rows overlap or repeat")
         room += (sizes[d] - 1) * strides[d]
     return tuple(order + [d for d in leading if sizes[d] <= 1])
 
 
-def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
+def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | Refusal:
     """x as rows, in a given order of its leading dimensions, or why it is none."""
     columns = x.shape[-1]
     count = x.numel() // columns if columns else 0
     if order is None and x.is_contiguous() and count <= MOST_ROWS:
         return Rows(count, columns, None, 0, columns)
     if columns > 1 and x.stride(-1) != 1:
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     if count > MOST_ROWS:
-        return "more rows than 32 bits count"
+        return Refusal("more rows than 32 bits count")
     collapsed: list[tuple[int, int]] = []
     for d in order if order is not None else range(x.dim() - 1):
         size, stride = x.shape[d], x.stride(d)
@@ -89,7 +90,7 @@ def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
         else:
             collapsed.append((size, stride))
     if len(collapsed) > 2:
-        return "rows are spaced in more than two steps"
+        return Refusal("rows are spaced in more than two steps")
     inner, inner_stride = collapsed[-1] if collapsed else (1, columns)
     if len(collapsed) < 2:
         return Rows(count, columns, None, 0, inner_stride)
@@ -104,26 +105,26 @@ class Inputs(NamedTuple):
     other_rows: Rows
 
 
-def inputs_of(x: Tensor, other: Tensor | None, names: str) -> Inputs | Declined:
+def inputs_of(x: Tensor, other: Tensor | None, names: str) -> Inputs | Refusal:
     """The rows of x and of another tensor; `names` are those of both."""
     if x.dtype not in FLOATS:
-        return Declined(f"x is {x.dtype}")
+        return Refusal(f"x is {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
-        return Declined("x has no columns")
+        return Refusal("x has no columns")
     if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.device != x.device):
-        return Declined(f"{names} differ in shape, type or device")
+        return Refusal(f"{names} differ in shape, type or device")
     order = order_of(x)
-    if isinstance(order, str):
-        return Declined(order)
+    if isinstance(order, Refusal):
+        return order
     rows, other_rows = rows_of(x, order), rows_of(x if other is None else other, order)
-    if isinstance(rows, str):
-        return Declined(rows)
-    if isinstance(other_rows, str):
-        return Declined(other_rows)
+    if isinstance(rows, Refusal):
+        return rows
+    if isinstance(other_rows, Refusal):
+        return other_rows
     return Inputs(order, rows, other_rows)
 
 
-def order_of(x: Tensor) -> tuple[int, ...] | str | None:
+def order_of(x: Tensor) -> tuple[int, ...] | Refusal | None:
     """None for a contiguous tensor, else `memory_order`."""
     return None if x.is_contiguous() else memory_order(x)
 
@@ -136,7 +137,7 @@ def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Te
     return x.new_empty([x.shape[d] for d in full], dtype=dtype).permute([full.index(d) for d in range(x.dim())])
 
 
-def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | str:
+def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | Refusal:
     """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
     if order is None:
         return Rows(0, 1, None, 0, 1)
@@ -251,16 +252,16 @@ class Static:
     types: dict[str, object]
 
 
-def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Declined | None:
+def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Refusal | None:
     if not FLOATS.issuperset(floats):
-        return Declined("quantisation is computed in a type other than float16, bfloat16 and float32")
+        return Refusal("quantisation is computed in a type other than float16, bfloat16 and float32")
     if dtype not in RANGES:
-        return Declined(f"the kernel does not quantise to {dtype}")
+        return Refusal(f"the kernel does not quantise to {dtype}")
     smallest, largest = RANGES[dtype]
     if not smallest <= quant_min <= quant_max <= largest:
-        return Declined(f"the quantised range is not within that of {dtype}")
+        return Refusal(f"the quantised range is not within that of {dtype}")
     if dtype in INTEGERS and not (quant_min == int(quant_min) and quant_max == int(quant_max)):
-        return Declined("the bounds of the quantised range are not integers")
+        return Refusal("the bounds of the quantised range are not integers")
     return None
 
 
@@ -270,7 +271,7 @@ def _through(value: float, dtype: torch.dtype) -> float:
 
 
 @lru_cache(maxsize=256)
-def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | Declined:
+def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | Refusal:
     """The keyword arguments of `graphex::dynamic_quant`; `zero_is_zero` as in `npu_dynamic_quant`."""
     options = SimpleNamespace(**keyword_defaults(DYNAMIC_QUANT) | given)
     dtype, quant_min, quant_max = options.dtype or torch.int8, options.quant_min, options.quant_max
@@ -280,7 +281,7 @@ def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | De
     if refusal is not None:
         return refusal
     if options.mode not in ("divide", "reciprocal"):
-        return Declined(f"unknown mode '{options.mode}'")
+        return Refusal(f"unknown mode '{options.mode}'")
     types = {
         "MODE": options.mode,
         "COMPUTE": TRITON_TYPES[compute],
@@ -293,11 +294,11 @@ def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | De
     return Dynamic(dtype, scale, options.keepdim, (options.divisor, *least, quant_min, quant_max), types)
 
 
-def static_options(scale: Tensor, zero_point: Tensor | None, columns: int, **given: Any) -> Static | Declined:
+def static_options(scale: Tensor, zero_point: Tensor | None, columns: int, **given: Any) -> Static | Refusal:
     """The keyword arguments of `graphex::static_quant`, given its scale and zero point."""
     for value in (scale, zero_point):
         if value is not None and (value.dim() > 1 or value.numel() not in (1, columns)):
-            return Declined("a scale or zero point is neither one number nor one for each column")
+            return Refusal("a scale or zero point is neither one number nor one for each column")
     return _static_options(
         scale.dtype,
         scale.dim() == 0,
@@ -324,20 +325,20 @@ def _static_options(
     quant_max: float,
     dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
-) -> Static | Declined:
+) -> Static | Refusal:
     dtype, compute = dtype or torch.int8, compute_dtype or torch.float32
     refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
     if refusal is not None:
         return refusal
     if mode not in ("divide", "reciprocal", "multiply"):
-        return Declined(f"unknown mode '{mode}'")
+        return Refusal(f"unknown mode '{mode}'")
     # As in ATen: a zero-dimensional tensor does not widen the type of a tensor with dimensions.
     result = compute if scale_is_scalar else torch.promote_types(compute, scale)
     total = result
     if zero_point is not None and not zero_point_is_scalar:
         total = torch.promote_types(result, zero_point)
     if total not in FLOATS:
-        return Declined("the zero point is of a type other than an integer, float16, bfloat16 and float32")
+        return Refusal("the zero point is of a type other than an integer, float16, bfloat16 and float32")
     types = {
         "MODE": mode,
         "COMPUTE": TRITON_TYPES[compute],
@@ -352,12 +353,12 @@ def _static_options(
     return Static(dtype, (quant_min, quant_max), types)
 
 
-def dynamic_of(call: Arguments) -> Dynamic | Declined:
+def dynamic_of(call: Arguments) -> Dynamic | Refusal:
     """The options of an op that ends in `graphex::dynamic_quant`."""
     return dynamic_options(**{name: getattr(call, name) for name in keyword_defaults(DYNAMIC_QUANT)})
 
 
-def static_of(call: Arguments, x: Tensor) -> Static | Declined:
+def static_of(call: Arguments, x: Tensor) -> Static | Refusal:
     """The options of an op that ends in `graphex::static_quant` of tensors that are shaped as x."""
     options = {name: getattr(call, name) for name in keyword_defaults(STATIC_QUANT)}
     return static_options(call.scale, call.zero_point, x.shape[-1] if x.dim() else 0, **options)
@@ -393,21 +394,21 @@ def quant_refusal(
     smooth: Tensor | None = None,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
-) -> Declined | None:
+) -> Refusal | None:
     """Why a kernel cannot quantise x, if so."""
-    if options is not None and (refusal := device_refusal(options.dtype, x)):
+    if options is not None and (refusal := device_refusal(options.dtype, x)) is not None:
         return refusal
     if not is_column_vector(smooth, x):
-        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
+        return Refusal("the smooth scales are not a contiguous vector over the last dimension of x")
     for value in (scale, zero_point):
         if value is not None and (value.device != x.device or not value.is_contiguous()):
-            return Declined("a scale or zero point is on another device or not contiguous")
+            return Refusal("a scale or zero point is on another device or not contiguous")
     return None
 
 
-def device_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:
+def device_refusal(dtype: torch.dtype, x: Tensor) -> Refusal | None:
     """Both kinds of quantised values need hardware that converts to them."""
     oldest = (8, 9) if dtype in FLOAT8 else (7, 2)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
-        return Declined(f"this device does not convert to {dtype}")
+        return Refusal(f"this device does not convert to {dtype}")
     return None

@@ -20,8 +20,8 @@ calls of this library (ops, and functions that are a `part`) answers with its ow
 others needs none. An op that computes much by itself has a short one, since fakes run whenever a graph is traced.
 
 A kernel runs instead of the reference on devices that have kernels. Its launcher takes one argument, the call: a named
-tuple of the schema's arguments, defaults filled in. Where it declines, the reference runs and `declined()` counts the
-reason. Nothing is imported for a kernel before its first call.
+tuple of the schema's arguments, defaults filled in. Where it returns a `Refusal`, the reference runs and `declined()`
+counts the reason. Nothing is imported for a kernel before its first call.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from graphex.device import kernel_runtime, runs_kernels
+from graphex.errors import Refusal
 from graphex.torch_private.graphs import require
 
 Function = Callable[..., Any]
@@ -116,13 +117,6 @@ class Arguments(Protocol):
     def __getattr__(self, name: str) -> Any: ...
 
     def __iter__(self) -> Iterator[Any]: ...
-
-
-@dataclass(frozen=True)
-class Declined:
-    """A launcher's answer to arguments that its kernel was not written for: the reference runs instead."""
-
-    reason: str
 
 
 SPECS: dict[str, OpSpec] = {}
@@ -322,7 +316,7 @@ def _with_kernel(spec: OpSpec) -> Function:
         if launch is None:
             launch, bind = _launcher(spec)
         result = launch(bind(*args, **kwargs))
-        if isinstance(result, Declined):
+        if isinstance(result, Refusal):
             _DECLINED[spec.name, result.reason] += 1
             return spec.reference(*args, **kwargs)
         return result

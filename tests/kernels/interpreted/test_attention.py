@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
+from graphex.errors import Refusal
 from graphex.kernels import attention
 from graphex.kernels.attention import Tile, allowing, configs, copied, description
 from graphex.kernels.launch import NO_ROOM
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, check, job
 from tests.harness.kernels.compare import launcher
 
@@ -133,14 +134,14 @@ def test_through_the_op():
 )
 def test_what_is_declined(changes, reason):
     found = launcher("graphex::attention")(*job(**changes))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
 def test_heads_whose_elements_are_apart_are_declined():
     of = job()
     found = launcher("graphex::attention")(*of._replace(key=of.key.repeat_interleave(2, -1)[..., ::2]))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert "adjacent" in found.reason
 
 
@@ -148,7 +149,7 @@ def test_positions_that_are_too_far_apart_are_declined():
     of = job(length=2)
     far = torch.empty(2**24 + 16, dtype=torch.float16).as_strided((1, 1, 2, 16), (0, 0, 2**24, 1))
     found = launcher("graphex::attention")(*of._replace(key=far))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert "far apart" in found.reason
 
 
@@ -160,7 +161,7 @@ def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     monkeypatch.setattr(attention, "_prepare", lambda of: (no_room, True))
     of = job(length=33)
     for _ in range(2):
-        assert launcher("graphex::attention")(*of) == Declined(NO_ROOM)
+        assert launcher("graphex::attention")(*of) == Refusal(NO_ROOM)
     assert_right(of, SPECS["graphex::attention"].reference(*of))
 
 

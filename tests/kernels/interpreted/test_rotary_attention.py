@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
+from graphex.errors import Refusal
 from graphex.kernels import attention
 from graphex.kernels.attention import Library, Tile
 from graphex.kernels.launch import NO_ROOM
-from graphex.ops.definition import Declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS
 from tests.harness.kernels.compare import launcher
 from tests.harness.kernels.rotary_attention import by, check, step
@@ -153,14 +153,14 @@ def test_where_torchs_attention_is_faster_the_two_ops_run(monkeypatch):
 )
 def test_what_is_declined(changes, reason):
     found = OP(*step(**changes))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
 def declined(**changes):
     of = step(group=2, heads=2)
     found = OP(*of._replace(**{name: change(of) for name, change in changes.items()}))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     return found.reason
 
 
@@ -201,5 +201,5 @@ def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     of = step()
     before = of.keys.clone()
     for _ in range(2):
-        assert OP(*of) == Declined(NO_ROOM)
+        assert OP(*of) == Refusal(NO_ROOM)
     assert torch.equal(of.keys, before)
