@@ -21,7 +21,8 @@ from graphex.errors import Refusal
 from graphex.kernels import rotary
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job, seen
+from graphex.kernels.compiled import seen
+from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, memory_order, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
 from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled

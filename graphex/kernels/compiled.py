@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import getclosurevars, isfunction
 from pathlib import Path
@@ -31,8 +32,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from graphex.env import cache_directory, cache_enabled, collector_paused
-from graphex.kernels.tuning import Choices, Store, conditions
+from graphex.env import ChoiceFile, Choices, cache_directory, cache_enabled, collector_paused
 
 MOST_THREADS = 16
 OFTEN = 0.0005  # seconds that a thread works before it lets another one
@@ -52,6 +52,39 @@ def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 def _read(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     _only_kept.set(True)
     kernel.warmup(*arguments, grid=grid, **options)
+
+
+# -- a call that only compiles -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """The launches of a call: the names of kernels, and the kind and signature of the choices that it asks for."""
+
+    kernels: list[str] = field(default_factory=list)
+    choices: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    seen: Seen | None = None  # while kernels are only compiled
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def only_compiling() -> Iterator[Seen]:
+    """`launch` compiles in this thread, and runs nothing. Yields what it would have run."""
+    _thread.seen = seen = Seen()
+    try:
+        yield seen
+    finally:
+        _thread.seen = None
+
+
+def seen() -> Seen | None:
+    """The launches so far, while kernels are only compiled; None otherwise."""
+    return _thread.seen
 
 
 # -- Triton's hashes ---------------------------------------------------------------------------------------------------
@@ -99,7 +132,7 @@ def keep_hashes(kernel: Any) -> None:
 class Table:
     """The hashes of one file, and those that are to be added to it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ChoiceFile) -> None:
         self._store, self._kept = store, store.read()
         self._new: Choices = {}
         self._lock = threading.Lock()
@@ -157,8 +190,10 @@ def forget() -> None:
 
 @cache
 def _table_of(device: str, directory: Path) -> Table:
-    about = {**conditions(device), "sources": sources_of_kernels(), "Triton's files": _files_of_triton()}
-    return Table(Store(about, folder="kernels", what="hashes of compiled kernels", again="computed"))
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    files = {"sources": sources_of_kernels(), "Triton's files": _files_of_triton()}
+    about = {"device": device, **versions, **files}
+    return Table(ChoiceFile(about, folder="kernels", what="hashes of compiled kernels", again="computed"))
 
 
 @cache

@@ -21,7 +21,6 @@ Symbolic sizes are taken as they were when the graph was traced.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +39,15 @@ from triton.runtime.jit import MockTensor
 
 from graphex.errors import Refusal
 from graphex.kernels.arithmetic import CONTRACTED, PTX
-from graphex.kernels.compiled import MOST_THREADS, compile_ahead, compiling_in_threads, keep_hashes
+from graphex.kernels.compiled import (
+    MOST_THREADS,
+    Seen,
+    compile_ahead,
+    compiling_in_threads,
+    keep_hashes,
+    only_compiling,
+    seen,
+)
 from graphex.kernels.layout import on_device_of, remember
 from graphex.kernels.tuning import Candidate
 from graphex.ops.definition import SPECS, has_kernel, launcher_of
@@ -53,27 +60,12 @@ _WITH_PDL = {"PDL": True, "launch_pdl": True}
 _WITHOUT_PDL = {"PDL": False}
 
 
-@dataclass
-class Seen:
-    """The launches of a call: the names of kernels, and the kind and signature of the choices that it asks for."""
-
-    kernels: list[str] = field(default_factory=list)
-    choices: list[tuple[str, str]] = field(default_factory=list)
-
-
-class _Thread(threading.local):
-    seen: Seen | None = None  # while kernels are only compiled
-
-
-_thread = _Thread()
-
-
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if _thread.seen is None:
+    if (noted := seen()) is None:
         keep_hashes(kernel)
         kernel[grid](*arguments, **_options(kernel, constants))
     else:
-        _thread.seen.kernels.append(kernel.__name__)
+        noted.kernels.append(kernel.__name__)
         compile_only(kernel, grid, arguments, constants)
 
 
@@ -118,21 +110,6 @@ def _typed(argument: Any) -> Any:
     return MockTensor(argument.dtype) if isinstance(argument, FakeTensor) else argument
 
 
-@contextmanager
-def only_compiling() -> Iterator[Seen]:
-    """`launch` runs nothing in this thread."""
-    _thread.seen = seen = Seen()
-    try:
-        yield seen
-    finally:
-        _thread.seen = None
-
-
-def seen() -> Seen | None:
-    """The launches so far, while kernels are only compiled; None otherwise."""
-    return _thread.seen
-
-
 def is_aligned(x: Tensor) -> bool:
     """Whether x begins where 16 bytes can be read at once."""
     return isinstance(x, FakeTensor) or x.data_ptr() % 16 == 0
@@ -140,7 +117,7 @@ def is_aligned(x: Tensor) -> bool:
 
 def called(op: str, *args: Any) -> Any:
     """An op of ours as a part of another: where kernels are only compiled, its own is too."""
-    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Refusal):
+    if seen() is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Refusal):
         return result
     namespace, _, name = op.partition("::")
     return getattr(getattr(torch.ops, namespace), name)(*args)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from graphex.errors import Refusal
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES, pdl_wait, rounded
-from graphex.kernels.launch import LaunchPlan, seen
+from graphex.kernels.compiled import seen
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
