@@ -22,10 +22,10 @@ from graphex.kernels import rotary
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
 from graphex.kernels.compiled import seen
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
+from graphex.kernels.launch import LIBRARY, JobConfig, PreparedJob, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, memory_order, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
-from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.kernels.tuning import Candidate, cold_copies
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
 from graphex.ops.definition import Arguments
@@ -124,8 +124,8 @@ class Pages(NamedTuple):
         return self.numbers, self.lengths, self.numbers.stride(0)
 
 
-class Prepared(Protocol):
-    def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
+Config = JobConfig[Job, Tensor]
+Prepared = PreparedJob[Job, Tensor]
 
 
 class PreparedTile(Protocol):
@@ -137,13 +137,6 @@ class PreparedTile(Protocol):
 def steps(x: Tensor) -> tuple[int, ...]:
     """Its strides. Those of single elements say nothing, and would only make kernels that differ in nothing."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-class Config(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, job: Job) -> Prepared: ...
 
 
 @dataclass(frozen=True)
@@ -248,6 +241,7 @@ def tiles(job: Job, length: int) -> list[Tile]:
 
 
 def configs(job: Job, length: int) -> list[Config]:
+    """All that could be fastest. The first is taken unmeasured."""
     return [*tiles(job, length), Library()]
 
 
@@ -305,17 +299,12 @@ def chosen_config(job: Job) -> tuple[Config, bool]:
     length = next_power_of_2(job.length)
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
         return Tile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
-    likely = tiles(job, length)[0]
-    text = description(job)
-    found = candidates(job, length)
-    chosen = choose(KIND, text, list(found.values()), found[likely.name])
-    (config,) = (config for config in configs(job, length) if config.name == chosen.name)
-    return config, is_settled(KIND, text)
+    found = configs(job, length)
+    return ColdCaches(job).fastest(KIND, description(job), found, found[0].name)
 
 
 def candidates(job: Job, length: int) -> dict[str, Candidate]:
-    scratch = ColdCaches(job)
-    return {config.name: scratch.candidate(config) for config in configs(job, length)}
+    return ColdCaches(job).candidates(configs(job, length))
 
 
 class ColdCaches(Scratch[Job]):

@@ -16,7 +16,6 @@ among all. Which is faster is measured, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +24,8 @@ from torch import Tensor
 
 from graphex.errors import Refusal
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel, routed_kernel
-from graphex.kernels.launch import Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.launch import PreparedJob, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
-from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments
 from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, refusal_of_grouped
 
@@ -78,7 +76,7 @@ class Projection(NamedTuple):
         return e_stride, n_stride, k_stride
 
 
-Prepared = Callable[..., Tensor]
+Prepared = PreparedJob[Projection, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +200,7 @@ def _chosen_tile(job: Projection) -> tuple[Tile, bool]:
     found = tiles(job)
     if job.weight[0].numel() < FEW_ELEMENTS:
         return found[0], True
-    text, scratch = description(job), OtherExperts(job)
-    candidates = [scratch.candidate(tile) for tile in found]
-    chosen = choose(KIND, text, candidates, candidates[0])
-    (tile,) = (tile for tile in found if tile.name == chosen.name)
-    return tile, is_settled(KIND, text)
+    return OtherExperts(job).fastest(KIND, description(job), found, found[0].name)
 
 
 class OtherExperts(Scratch[Projection]):
@@ -374,11 +368,15 @@ class RoutedJob(NamedTuple):
 
     @property
     def choosing(self) -> Choosing:
-        call = self.call
-        return Choosing(call.logits, None, *call[2:8])
+        return Choosing(bias=None, **self._given(Choosing))
 
     def mixture(self, experts: Tensor, weights: Tensor) -> Mixture:
-        return Mixture(self.call.x, experts.view(-1), weights.view(-1), *self.call[8:])
+        return Mixture(experts=experts.view(-1), weights=weights.view(-1), **self._given(Mixture))
+
+    def _given(self, op: type[NamedTuple]) -> dict[str, Any]:
+        """The arguments of another op that the call has."""
+        given: dict[str, Any] = self.call._asdict()
+        return {name: given[name] for name in op._fields if name in given}
 
     def empty(self) -> Mixture:
         """With room for a choice."""
@@ -401,13 +399,13 @@ class WayToChoose(ABC):
         return f"{type(self).__name__.lower()}, {self.tile.name}"
 
     @abstractmethod
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]: ...
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]: ...
 
 
 class Apart(WayToChoose):
     """A launch that chooses, and one of `up`."""
 
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]:
         def run(job: RoutedJob, start: Start = launch) -> Up:
             weights, chosen = _route(job.choosing, start)
             mixture = job.mixture(chosen, weights)
@@ -419,7 +417,7 @@ class Apart(WayToChoose):
 class Together(WayToChoose):
     """One launch: every program of `up` looks for the expert of its pair."""
 
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]:
         return self._run
 
     def _run(self, job: RoutedJob, start: Start = launch) -> Up:
@@ -451,7 +449,7 @@ class OtherLogits(Scratch[RoutedJob]):
         return [RoutedJob(job.call._replace(logits=each)) for each in found]
 
 
-def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
+def _prepare_routed(job: RoutedJob) -> tuple[PreparedJob[RoutedJob, Up], bool]:
     """How to compute such a job, and whether that is the last word. The tile is that of `up` alone."""
     up = _up(job.empty())
     tile, is_final = _chosen_tile(up)
@@ -460,11 +458,9 @@ def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
         return apart.prepare(job), is_final
     if up.weight[0].numel() < FEW_ELEMENTS:
         return together.prepare(job), is_final
-    text, scratch = f"{description(up)}, {job.call.scores}", OtherLogits(job)
-    candidates = [scratch.candidate(each) for each in (apart, together)]
-    chosen = choose(KIND, text, candidates, candidates[0])
-    config = together if chosen.name == together.name else apart
-    return config.prepare(job), is_final and is_settled(KIND, text)
+    text, ways = f"{description(up)}, {job.call.scores}", (apart, together)
+    way, is_last = OtherLogits(job).fastest(KIND, text, ways, apart.name)
+    return way.prepare(job), is_final and is_last
 
 
 def _refusal_together(call: Any) -> Refusal | None:
@@ -487,7 +483,8 @@ def routed_experts(call: Arguments) -> Any:
     if (refusal := _refusal(job.empty())) is not None:
         return refusal
     tensors = signature(call.x, call.logits, call.gate_up, call.gate_up_bias, call.down, call.down_bias, call.residual)
-    key = (*job.choosing[2:6], call.transposed, call.activation, tensors)
+    choosing = call.top_k, call.scores, call.dtype, call.normalised
+    key = (*choosing, call.transposed, call.activation, tensors)
     found = run_job(job, call.x, key, _PREPARED, _prepare_routed)
     if isinstance(found, Refusal):
         return found

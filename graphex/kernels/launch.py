@@ -49,7 +49,7 @@ from graphex.kernels.compiled import (
     seen,
 )
 from graphex.kernels.layout import on_device_of, remember
-from graphex.kernels.tuning import Candidate
+from graphex.kernels.tuning import Candidate, choose, is_settled
 from graphex.ops.definition import SPECS, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
@@ -124,18 +124,29 @@ def called(op: str, *args: Any) -> Any:
 
 
 Job = TypeVar("Job")
+Given = TypeVar("Given", contravariant=True)
+Made = TypeVar("Made", covariant=True)
 
 LIBRARY = "library"  # the configuration that has no kernels of ours to compile
 NO_ROOM = "the device has no room for the tile that is taken unmeasured"
 
 
-class AnyConfig(Protocol):
-    """A configuration of a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
+class PreparedJob(Protocol[Given, Made]):
+    """A configuration that is prepared for one job: it does all that are laid out alike."""
+
+    def __call__(self, job: Given, start: Start = launch, /) -> Made: ...
+
+
+class JobConfig(Protocol[Given, Made]):
+    """A configuration of a kind of job."""
 
     @property
     def name(self) -> str: ...
 
-    def prepare(self, job: Any) -> Callable[..., Any]: ...
+    def prepare(self, job: Given) -> PreparedJob[Given, Made]: ...
+
+
+Config = TypeVar("Config", bound=JobConfig[Any, Any])
 
 
 def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
@@ -168,7 +179,17 @@ class Scratch(ABC, Generic[Job]):
     def jobs(self, job: Job) -> list[Job]:
         """The jobs to go round."""
 
-    def candidate(self, config: AnyConfig) -> Candidate:
+    def fastest(self, kind: str, signature: str, configs: Sequence[Config], default: str) -> tuple[Config, bool]:
+        """The fastest of some configurations, and whether that is the last word. `default` is taken unmeasured."""
+        candidates = self.candidates(configs)
+        chosen = choose(kind, signature, list(candidates.values()), candidates[default])
+        (config,) = (config for config in configs if config.name == chosen.name)
+        return config, is_settled(kind, signature)
+
+    def candidates(self, configs: Sequence[JobConfig[Job, Any]]) -> dict[str, Candidate]:
+        return {config.name: self._candidate(config) for config in configs}
+
+    def _candidate(self, config: JobConfig[Job, Any]) -> Candidate:
         prepared = config.prepare(self._job)
         is_ours = config.name != LIBRARY
         return Candidate(

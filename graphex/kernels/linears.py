@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphex.errors import Refusal
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
+from graphex.kernels.launch import LIBRARY, JobConfig, PreparedJob, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import Rows, blocks_of, is_column_vector, next_power_of_2, rows_of, signature
 from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_kernel
-from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.kernels.tuning import Candidate, cold_copies
 from graphex.ops import linears as reference
 from graphex.ops.definition import Arguments
 from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
@@ -68,15 +68,8 @@ class Job:
         return [self.weights[0].new_empty((*self.x.shape[:-1], width)) for width in widths]
 
 
-class Prepared(Protocol):
-    def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
-
-
-class Config(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, job: Job) -> Prepared: ...
+Config = JobConfig[Job, list[Tensor]]
+Prepared = PreparedJob[Job, list[Tensor]]
 
 
 def with_prologue_done(job: Job) -> Job:
@@ -395,16 +388,12 @@ def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
         return refusal, True
     if is_small(job):
         return likely(job).prepare(job), True
-    text = description(job)
-    found = candidates(job)
-    chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
-    (config,) = (config for config in configs(job) if config.name == chosen.name)
-    return config.prepare(job), is_settled(KIND, text)
+    config, is_final = ColdWeights(job).fastest(KIND, description(job), configs(job), likely(job).name)
+    return config.prepare(job), is_final
 
 
 def candidates(job: Job) -> dict[str, Candidate]:
-    scratch = ColdWeights(job)
-    return {config.name: scratch.candidate(config) for config in configs(job)}
+    return ColdWeights(job).candidates(configs(job))
 
 
 class ColdWeights(Scratch[Job]):

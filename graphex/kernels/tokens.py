@@ -23,7 +23,6 @@ Tiles at the ends of rows, one in a hundred, are stored element by element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,9 +35,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from graphex.errors import Refusal
 from graphex.kernels.arithmetic import PTX, ordered, pdl_launch, pdl_wait
-from graphex.kernels.launch import LIBRARY, LaunchPlan, Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.launch import (
+    LIBRARY,
+    JobConfig,
+    LaunchPlan,
+    PreparedJob,
+    Scratch,
+    Start,
+    is_aligned,
+    launch,
+    run_job,
+)
 from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
-from graphex.kernels.tuning import choose, is_settled
 from graphex.ops.definition import Arguments
 from graphex.ops.tokens import (
     ALIGNED,
@@ -227,7 +235,7 @@ class OddTile:
     def name(self) -> str:
         return f"{self.columns} {self.warps}w {self.stages}s"
 
-    def prepare(self, job: Product) -> Callable[..., Tensor]:
+    def prepare(self, job: Product) -> PreparedJob[Product, Tensor]:
         return partial(_tiled, tile=self)
 
 
@@ -237,13 +245,14 @@ class InParts:
 
     name: str = LIBRARY
 
-    def prepare(self, job: Product) -> Callable[..., Tensor]:
+    def prepare(self, job: Product) -> PreparedJob[Product, Tensor]:
         return _in_parts
 
 
 Product = tuple[Tensor, Tensor]
+ProductConfig = JobConfig[Product, Tensor]
 ODD_TILES = (OddTile(256, 8, 3), OddTile(256, 8, 4), OddTile(128, 4, 3), OddTile(128, 8, 3))
-_PRODUCTS: dict[Any, Callable[..., Tensor] | Refusal] = {}
+_PRODUCTS: dict[Any, PreparedJob[Product, Tensor] | Refusal] = {}
 
 
 def _tiled(job: Product, start: Start = launch, *, tile: OddTile) -> Tensor:
@@ -285,12 +294,9 @@ def _prepared(job: Product) -> tuple[Any, bool]:
     if (refusal := _refusal_of_tiles(x, w)) is not None:
         return (InParts().prepare(job) if x.is_cuda else refusal), True
     text = f"{str(x.dtype).removeprefix('torch.')} {x.shape[0]}x{x.shape[1]} -> {w.shape[1]}"
-    configs = (InParts(), *ODD_TILES) if x.is_cuda else ODD_TILES
-    scratch = _OneProduct(job)
-    found = {config.name: scratch.candidate(config) for config in configs}
-    chosen = choose("odd_mm", text, list(found.values()), found[ODD_TILES[0].name])
-    (config,) = (config for config in configs if config.name == chosen.name)
-    return config.prepare(job), is_settled("odd_mm", text)
+    configs: tuple[ProductConfig, ...] = (InParts(), *ODD_TILES) if x.is_cuda else ODD_TILES
+    config, is_final = _OneProduct(job).fastest("odd_mm", text, configs, ODD_TILES[0].name)
+    return config.prepare(job), is_final
 
 
 def _refusal_of_tiles(x: Tensor, w: Tensor) -> Refusal | None:

@@ -90,8 +90,8 @@ class OpSpec:
     title: str
     is_composite: bool  # torch traces through it
     defined_here: bool
-    # A region whose code can be joined with it compiles the reference instead. A function is given the arguments of a
-    # call, and returns what is compiled instead, whatever is around it, or None.
+    # True: a region compiles the reference, if it can join it with other code. A function gets the arguments of a call,
+    # and returns what a region compiles instead, whatever is around the call, or None.
     inlines: bool | Function
     is_random: bool  # it draws from a generator
     libraries: frozenset[str]  # those that the reference may call: their switches are a part of the capture key
