@@ -41,6 +41,7 @@ from torch.fx import GraphModule, Node, map_arg
 from graphex import env
 from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
+from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
 from graphex.regions.members import (
@@ -63,7 +64,6 @@ from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, 
 
 MM = torch.ops.aten.mm.default
 
-Boxed = Callable[[list[Any]], Any]
 PATIENCE = 2.0
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
