@@ -207,7 +207,6 @@ class Scratch(ABC, Generic[Job]):
 # -- the kernels of a graph --------------------------------------------------------------------------------------------
 
 
-SLOW = ("graphex::rotary_attention_", "graphex::attention")
 UNKNOWN = -1  # a size that only running tells
 
 
@@ -317,8 +316,8 @@ def _planned(calls: dict[Call, int]) -> Precompiled:
 
 
 def _is_quick(call: Call) -> bool:
-    """The ops that take longest to compile come first: the others are done by the time they are."""
-    return call.op not in SLOW
+    """Ops that take long to compile come first: the others are done by the time they are."""
+    return not SPECS[call.op].compiles_slowly
 
 
 def distinct_calls(nodes: Iterable[Node]) -> dict[Call, int]:

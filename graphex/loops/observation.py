@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from graphex.errors import users_frame
+from graphex.ops import SPECS
 from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.symbolic import pytree
 
@@ -55,7 +56,7 @@ _DRAWS = frozenset(
         *("aten::bernoulli", "aten::bernoulli_", "aten::exponential_", "aten::multinomial", "aten::native_dropout"),
         *("aten::normal", "aten::normal_", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like"),
         *("aten::randn", "aten::randn_like", "aten::randperm", "aten::uniform", "aten::uniform_"),
-        "graphex::dropout_seeds",
+        *(name for name, spec in SPECS.items() if spec.is_random),
     }
 )
 _SEEDS = "seeds a random generator, or puts its state back"

@@ -256,6 +256,7 @@ def repeated(cache: Tensor, times: int) -> Tensor:
     "float softcap=0.0, Tensor? sinks=None) -> Tensor",
     title="attention",
     kernel="attention.attention",
+    compiles_slowly=True,
     libraries=ATTENTION,
     rows=RowRule("batch", ("query", "key", "value")),
 )
@@ -373,6 +374,7 @@ def paged_attention(
     " bool cast_before_weight=False, Tensor? sinks=None) -> Tensor",
     title="rotary embedding + attention",
     kernel="attention.rotary_attention_",
+    compiles_slowly=True,
     libraries=ATTENTION,
 )
 def rotary_attention_(

@@ -94,6 +94,7 @@ class OpSpec:
     # and returns what a region compiles instead, whatever is around the call, or None.
     inlines: bool | Function
     is_random: bool  # it draws from a generator
+    compiles_slowly: bool  # Triton takes longer for its kernel than for most
     libraries: frozenset[str]  # those that the reference may call: their switches are a part of the capture key
 
     @property
@@ -143,6 +144,7 @@ def op(
     is_composite: bool = False,
     inlines: bool | Function = False,
     is_random: bool = False,
+    compiles_slowly: bool = False,
     libraries: frozenset[str] = CUBLAS,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""
@@ -151,7 +153,7 @@ def op(
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        kinds = is_composite, ours, inlines, is_random, libraries
+        kinds = is_composite, ours, inlines, is_random, compiles_slowly, libraries
         spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, *kinds)
         SPECS[name] = spec
         if ours:
