@@ -12,7 +12,7 @@ can write to:
 A folder is opened once, its owner and mode are asked of the open descriptor, and files are opened relative to it,
 without following links: nothing can be swapped in between. A folder or file of another user, or that others may write
 to, is refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash
-proves nothing about the writer; owner and mode do.
+proves nothing about the writer; owner and mode do. A `ChoiceFile` has what several processes measure or find out.
 """
 
 from __future__ import annotations

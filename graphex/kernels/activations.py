@@ -59,7 +59,7 @@ from graphex.ops.npu import QUANTISED, dynamic_range
 
 @dataclass(frozen=True, slots=True)
 class OrderedPlan(LaunchPlan):
-    """The result is laid out in an order of dimensions, or contiguous (None)."""
+    """A launch, with the order of its result's dimensions in memory (None: contiguous)."""
 
     order: tuple[int, ...] | None
 

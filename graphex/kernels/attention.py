@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of the keys."""
+        """The number of heads of the keys."""
         return self.key.shape[1]
 
     @property
@@ -114,7 +114,7 @@ class New(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where keys lie that are not together: the pages of each sequence, and how many keys it has."""
+    """The places of keys in a cache of pages: the pages of each sequence, and how many keys it has."""
 
     numbers: Tensor
     lengths: Tensor
@@ -135,7 +135,9 @@ class PreparedTile(Protocol):
 
 
 def steps(x: Tensor) -> tuple[int, ...]:
-    """Its strides. Those of single elements say nothing, and would only make kernels that differ in nothing."""
+    """Strides of x, with 0 for dimensions of one element: their strides matter to no address, and each other number
+    would compile another kernel.
+    """
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -153,7 +155,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The kernel: the keys in at most so many splits, `block` positions at a time."""
 
     splits: int
@@ -214,7 +216,9 @@ class Tile:
 
 
 def _rotation(new: New | None) -> dict[str, Any]:
-    """Where instructions cannot be named, only an option keeps products from being contracted with sums."""
+    """The constants of the rotation. Where a kernel cannot name instructions, only an option keeps its products from
+    being contracted with sums.
+    """
     if new is None:
         return {"ROTATE": "none", "NORM": "none"}
     norm = "none" if new.gains[0] is None else "cast first" if new.cast_first else "cast last"
@@ -222,21 +226,21 @@ def _rotation(new: New | None) -> dict[str, Any]:
 
 
 def columns_for(width: int) -> int:
-    """A head as part of a matrix product: a power of two, of at least 16."""
+    """The columns of a head in a matrix product: a power of two, of at least 16."""
     return max(16, next_power_of_2(width))
 
 
-def tiles(job: Job, length: int) -> list[Tile]:
-    """Ways to cut the work where there are about so many keys, the one that is taken unmeasured first."""
+def tiles(job: Job, length: int) -> list[AttentionTile]:
+    """Ways to cut the work for about so many keys. The first is taken unmeasured."""
     width = columns_for(job.query.shape[3]) + columns_for(job.value.shape[3])
     outer = max(1, job.query.shape[0] * job.heads)
-    found: dict[Tile, None] = {}
+    found: dict[AttentionTile, None] = {}
     for programs, block, warps, stages in (*TILES, *WIDE_TILES) if width >= WIDE else TILES:
         while block > 16 and block * width * job.key.element_size() * (stages - 1) > SHARED_MEMORY:
             block //= 2
         wanted = math.ceil(programs * _multiprocessors(job.query.get_device()) / outer)
         most = blocks_of(length, max(block, FEWEST_POSITIONS if programs <= PROGRAMS else block))
-        found[Tile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
+        found[AttentionTile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
     return list(found)
 
 
@@ -287,7 +291,7 @@ def refusal_of(job: Job) -> Refusal | None:
 
 
 def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
-    """How to compute such a job, and whether that is the last word."""
+    """How to compute such a job, or why the kernel cannot, and whether that answer is final."""
     if (refusal := refusal_of(job)) is not None:
         return refusal, True
     config, is_final = chosen_config(job)
@@ -295,10 +299,10 @@ def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
 
 
 def chosen_config(job: Job) -> tuple[Config, bool]:
-    """The config for a job that the kernel takes, and whether that is the last word."""
+    """The config for a job that the kernel takes, and whether that choice is final."""
     length = next_power_of_2(job.length)
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
-        return Tile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
+        return AttentionTile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
     found = configs(job, length)
     return ColdCaches(job).fastest(KIND, description(job), found, found[0].name)
 
@@ -308,7 +312,9 @@ def candidates(job: Job, length: int) -> dict[str, Candidate]:
 
 
 class ColdCaches(Scratch[Job]):
-    """Its mask allows everything: the choice is for later calls too, which may have more to attend to than this one."""
+    """Measures with a mask that allows everything, because later calls that share the choice may attend to more
+    positions.
+    """
 
     def jobs(self, job: Job) -> list[Job]:
         job = job._replace(mask=allowing(job.mask))
@@ -317,7 +323,7 @@ class ColdCaches(Scratch[Job]):
 
 
 def copied(x: Tensor) -> Tensor:
-    """With its strides, which a launch depends on; what is broadcast is copied once."""
+    """A copy with the strides of x, which a launch depends on. Dimensions that are broadcast stay so."""
     once = _once(x)
     copy = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
     return copy.expand(x.shape)
@@ -333,7 +339,7 @@ def allowing(mask: Tensor | None) -> Tensor | None:
 
 
 def _once(x: Tensor) -> Tensor:
-    """Without the dimensions that are broadcast."""
+    """One element of each dimension that is broadcast."""
     return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
@@ -434,11 +440,11 @@ class Step(NamedTuple):
         return rotary.Job(*self[:8], self.dim % self.k.dim())
 
     def attention(self) -> Job:
-        """As if the query were rotated already."""
+        """The attention of the step, as if its query were rotated already."""
         return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap, self.sinks)
 
     def new(self) -> New:
-        """For a step that is not refused."""
+        """The token of a step that is not refused."""
         cos, sin = rotary.broadcast(self.cos, self.q), rotary.broadcast(self.sin, self.q)
         assert cos is not None
         assert sin is not None
@@ -483,11 +489,11 @@ def _refusal_of_step(step: Step) -> Refusal | None:
 
 
 def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Refusal, bool]:
-    """How to take such a step, and whether that is the last word."""
+    """How to take such a step, or why one kernel cannot, and whether that answer is final."""
     if (refusal := _refusal_of_step(step)) is not None:
         return refusal, True
     config, is_final = chosen_config(step.attention())
-    if not isinstance(config, Tile):
+    if not isinstance(config, AttentionTile):
         return _apart, is_final
     run = config.prepare(step.attention(), step.new())
     return lambda step: run(step.attention(), launch, step.new()), is_final

@@ -130,7 +130,7 @@ def keep_hashes(kernel: Any) -> None:
 
 
 class Table:
-    """The hashes of one file, and those that are to be added to it."""
+    """The hashes in one file, and the new ones that `write` adds to it."""
 
     def __init__(self, store: ChoiceFile) -> None:
         self._store, self._kept = store, store.read()
@@ -184,7 +184,7 @@ def _table() -> Table | None:
 
 
 def forget() -> None:
-    """Read the hashes again, as a new process does."""
+    """Read the hashes again, as a new process does. For tests."""
     _table_of.cache_clear()
 
 

@@ -70,7 +70,7 @@ class Projection(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of the weight: from matrix to matrix, from column to column, and along a column."""
+        """The strides of the weight: from matrix to matrix, from column to column, and along a column."""
         e_stride, *others = self.weight.stride()
         n_stride, k_stride = others[::-1] if self.call.transposed else others
         return e_stride, n_stride, k_stride
@@ -80,7 +80,7 @@ Prepared = PreparedJob[Projection, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """The columns of a weight, and the elements along them, that a program has at a time; `of` says for what."""
 
     of: str  # "pair", "sum", "expert"
@@ -149,9 +149,9 @@ def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
     return out
 
 
-def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[Tile, ...]:
+def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[ExpertTile, ...]:
     """Tiles of one kind, each given by its columns, block, warps and, where they differ, stages."""
-    return tuple(Tile(of, *each) for each in numbers)
+    return tuple(ExpertTile(of, *each) for each in numbers)
 
 
 # By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
@@ -166,10 +166,10 @@ FEW_TILES = {
     ),
     (False, True): _tiles("pair", (32, 64, 8), (32, 64, 4, 3), (32, 32, 4, 4), (64, 64, 8, 3), (32, 128, 8)),
     (False, False): (
-        Tile("pair", 64, 64, 8, parts=3),
-        Tile("pair", 64, 64, 4, parts=5),
-        Tile("pair", 64, 64, 4, parts=3),
-        Tile("pair", 64, 64, 8, parts=5),
+        ExpertTile("pair", 64, 64, 8, parts=3),
+        ExpertTile("pair", 64, 64, 4, parts=5),
+        ExpertTile("pair", 64, 64, 4, parts=3),
+        ExpertTile("pair", 64, 64, 8, parts=5),
         *_tiles("pair", (64, 64, 8), (64, 64, 4, 3)),
         *_tiles("sum", (32, 64, 8, 3)),
     ),
@@ -180,7 +180,7 @@ MANY_TILES = _tiles(
 _PREPARED: dict[Any, Any] = {}
 
 
-def tiles(job: Projection) -> list[Tile]:
+def tiles(job: Projection) -> list[ExpertTile]:
     """All that could be fastest. The first is taken where nothing can be measured and nothing is known."""
     few = FEW_TILES[job.strides[2] == 1, bool(job.gate)]
     if job.pairs <= FEW and job.pairs == job.times:
@@ -191,12 +191,12 @@ def tiles(job: Projection) -> list[Tile]:
 
 
 def _prepare(job: Projection) -> tuple[Prepared, bool]:
-    """How to compute such a projection, and whether that is the last word."""
+    """How to compute such a projection, and whether that choice is final."""
     tile, is_final = _chosen_tile(job)
     return tile.prepare(job), is_final
 
 
-def _chosen_tile(job: Projection) -> tuple[Tile, bool]:
+def _chosen_tile(job: Projection) -> tuple[ExpertTile, bool]:
     found = tiles(job)
     if job.weight[0].numel() < FEW_ELEMENTS:
         return found[0], True
@@ -204,7 +204,7 @@ def _chosen_tile(job: Projection) -> tuple[Tile, bool]:
 
 
 class OtherExperts(Scratch[Projection]):
-    """The same tokens with other experts in turn, whose weights are not in the device's cache."""
+    """Measures the same tokens with other experts in turn, so that their weights are not in the device's cache."""
 
     def jobs(self, job: Projection) -> list[Projection]:
         count, given = job.weight.shape[0], job.call.experts
@@ -379,7 +379,7 @@ class RoutedJob(NamedTuple):
         return {name: given[name] for name in op._fields if name in given}
 
     def empty(self) -> Mixture:
-        """With room for a choice."""
+        """A call of `graphex::experts` with memory for the experts that are chosen, and for their weights."""
         shape = self.call.logits.shape[0], self.call.top_k
         made = self.call.logits.new_empty
         return self.mixture(made(shape, dtype=torch.int64), made(shape, dtype=self.call.dtype))
@@ -392,7 +392,7 @@ Up = tuple[Mixture, Tensor]  # with the experts that were chosen, and what their
 class WayToChoose(ABC):
     """A way to choose experts before their first projection, which has a tile."""
 
-    tile: Tile
+    tile: ExpertTile
 
     @property
     def name(self) -> str:
@@ -439,7 +439,7 @@ def _up(mixture: Mixture) -> Projection:
 
 
 class OtherLogits(Scratch[RoutedJob]):
-    """The same tokens with logits for other experts in turn."""
+    """Measures the same tokens with logits for other experts in turn."""
 
     def jobs(self, job: RoutedJob) -> list[RoutedJob]:
         logits, found = job.call.logits, []
@@ -450,7 +450,7 @@ class OtherLogits(Scratch[RoutedJob]):
 
 
 def _prepare_routed(job: RoutedJob) -> tuple[PreparedJob[RoutedJob, Up], bool]:
-    """How to compute such a job, and whether that is the last word. The tile is that of `up` alone."""
+    """How to compute such a job, and whether that choice is final. The tile is that of `up` alone."""
     up = _up(job.empty())
     tile, is_final = _chosen_tile(up)
     apart, together = Apart(tile), Together(tile)

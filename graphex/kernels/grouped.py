@@ -184,7 +184,7 @@ class Product(NamedTuple):
 
 
 def _by_library(of: Product) -> Tensor | None:
-    """The library's product of large groups, where it has one; it leaves rows behind the last group as they are."""
+    """The library's product of large groups, or None where it has none. Rows behind the last group are set to zero."""
     rows, (count, size, width) = of.x.shape[0], of.weight.shape
     if of.x.dtype != torch.bfloat16 or of.ends is None or rows < MANY * count or of.bias is not None:
         return None

@@ -3,10 +3,10 @@
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
 
-`only_compiling()` also keeps the names of the kernels, and the choice among configurations that they depend on. How a
-kernel is compiled, or found, is in `compiled.py`.
+`only_compiling()` and how a kernel is compiled, or found, are in `compiled.py`.
 
-`run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
+`JobConfig`, `run_job` and `Scratch` are for the families with several configurations: what one is, how it runs, and how
+the fastest is found.
 
 `precompile_kernels` compiles those of a graph beside each other, instead of one after the other in its first call, and
 `compiling_kernels` does so while something else is compiled:
@@ -71,7 +71,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A launch, but for its tensors and the numbers that come with a call."""
+    """A launch without its tensors and the numbers of a call."""
 
     grid: tuple[int, ...]
     integers: tuple[int | None, ...]
@@ -104,7 +104,7 @@ def _has_pdl(device: int) -> bool:
 
 
 def _typed(argument: Any) -> Any:
-    """A fake tensor has no address: its type stands for it, with the alignment that memory mostly has."""
+    """The argument, as a kernel is compiled for it. A fake tensor has no address: its type stands for one, aligned."""
     if isinstance(argument, tuple):
         return tuple(map(_typed, argument))
     return MockTensor(argument.dtype) if isinstance(argument, FakeTensor) else argument
@@ -116,7 +116,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def called(op: str, *args: Any) -> Any:
-    """An op of ours as a part of another: where kernels are only compiled, its own is too."""
+    """Call an op of graphex from a launcher of another. Where kernels are only compiled, its kernel is compiled too."""
     if seen() is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Refusal):
         return result
     namespace, _, name = op.partition("::")
@@ -132,7 +132,7 @@ NO_ROOM = "the device has no room for the tile that is taken unmeasured"
 
 
 class PreparedJob(Protocol[Given, Made]):
-    """A configuration that is prepared for one job: it does all that are laid out alike."""
+    """A configuration that is prepared for one job, and runs all jobs with the same layout."""
 
     def __call__(self, job: Given, start: Start = launch, /) -> Made: ...
 
@@ -152,7 +152,7 @@ Config = TypeVar("Config", bound=JobConfig[Any, Any])
 def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
     """The results of a job, by the configuration that is `known` for its key or that `prepare` finds, or a refusal.
 
-    `prepare` also says whether what it found is the last word.
+    `prepare` also says whether that answer is final.
     """
     with on_device_of(on):
         config = known.get(key)
@@ -169,7 +169,7 @@ def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Call
 
 
 class Scratch(ABC, Generic[Job]):
-    """The job to measure on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
+    """Measures configurations of a job, on the job and copies of it in turn: no input is in the device's cache then."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -177,10 +177,10 @@ class Scratch(ABC, Generic[Job]):
 
     @abstractmethod
     def jobs(self, job: Job) -> list[Job]:
-        """The jobs to go round."""
+        """The job and its copies."""
 
     def fastest(self, kind: str, signature: str, configs: Sequence[Config], default: str) -> tuple[Config, bool]:
-        """The fastest of some configurations, and whether that is the last word. `default` is taken unmeasured."""
+        """The fastest of some configurations, and whether that choice is final. `default` is taken unmeasured."""
         candidates = self.candidates(configs)
         chosen = choose(kind, signature, list(candidates.values()), candidates[default])
         (config,) = (config for config in configs if config.name == chosen.name)
@@ -212,7 +212,7 @@ UNKNOWN = -1  # a size that only running tells
 
 @dataclass(frozen=True)
 class StandIn:
-    """A tensor, as far as a launcher looks at it."""
+    """The sizes, strides, type and device of a tensor: launchers look at nothing else."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

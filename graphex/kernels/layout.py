@@ -34,6 +34,8 @@ FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 @dataclass(frozen=True, slots=True)
 class Rows:
+    """Where the rows of a tensor start; the module says how."""
+
     count: int
     columns: int
     inner: int | None
@@ -47,7 +49,9 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class RowTile:
+    """The part of a tensor that a program computes: so many rows and columns, in so many steps."""
+
     rows: int
     columns: int
     warps: int
@@ -55,7 +59,7 @@ class Tile:
 
 
 def memory_order(x: Tensor) -> tuple[int, ...] | Refusal:
-    """The leading dimensions of x from the slowest to the fastest in memory, or why that is not clear."""
+    """The leading dimensions of x from the slowest to the fastest in memory, or why there is no such order."""
     strides, sizes = x.stride(), x.shape
     leading = range(x.dim() - 1)
     wide = [d for d in leading if sizes[d] > 1]
@@ -71,7 +75,7 @@ def memory_order(x: Tensor) -> tuple[int, ...] | Refusal:
 
 
 def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | Refusal:
-    """x as rows, in a given order of its leading dimensions, or why it is none."""
+    """The rows of x, in a given order of its leading dimensions, or why they are not rows of a kernel."""
     columns = x.shape[-1]
     count = x.numel() // columns if columns else 0
     if order is None and x.is_contiguous() and count <= MOST_ROWS:
@@ -138,7 +142,7 @@ def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Te
 
 
 def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | Refusal:
-    """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
+    """The rows of a tensor with one number per row. It is contiguous, as a reduction's result is."""
     if order is None:
         return Rows(0, 1, None, 0, 1)
     return rows_of(torch.empty((*x.shape[:-1], 1), device="meta"), order)
@@ -162,7 +166,7 @@ def block_of(columns: int) -> int:
     return max(4, next_power_of_2(columns))
 
 
-def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32) -> Tile:
+def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32) -> RowTile:
     """One program a row where rows are wide; several where they are short and there are many.
 
     A thread has `many` elements, or `few` where there are so few rows that only their latency counts. A program keeps
@@ -170,21 +174,21 @@ def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32
     """
     block = min(block_of(columns), widest)
     if rows <= FEW_ROWS:
-        return Tile(1, block, warps_for(block, few))
+        return RowTile(1, block, warps_for(block, few))
     together = max(1, 2048 // block)
-    return Tile(together, block, warps_for(block * together, many))
+    return RowTile(together, block, warps_for(block * together, many))
 
 
 def warps_for(elements: int, a_thread: int) -> int:
     return max(1, min(32, elements // (32 * a_thread)))
 
 
-def flat_tile(rows: int, columns: int, sharing: bool = False) -> Tile:
+def flat_tile(rows: int, columns: int, sharing: bool = False) -> RowTile:
     """For elementwise work, where a row may be cut anywhere. `sharing`: several rows share a column's parameters."""
     few = rows * columns <= FEW_ELEMENTS
     size = 512 if few else 1024 if sharing else 2048
     block = min(block_of(columns), size)
-    return Tile(min(size // block, next_power_of_2(rows)), block, 4, 2 if sharing and not few else 1)
+    return RowTile(min(size // block, next_power_of_2(rows)), block, 4, 2 if sharing and not few else 1)
 
 
 MOST_BLOCKS = 2**16 - 1  # along the second and third axis of a grid
@@ -196,7 +200,7 @@ def grid_of(column_blocks: int, row_blocks: int) -> tuple[int, int, int]:
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """All that a plan for a launch may depend on."""
+    """Shapes, strides, types and devices of tensors: all that a plan for a launch may depend on."""
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
 
 
@@ -212,7 +216,7 @@ def remember(plans: dict[Any, P], key: Any, plan: P) -> P:
 
 
 def on_device_of(x: Tensor) -> Any:
-    """Triton launches on the current device: make it the tensor's own."""
+    """Make the tensor's device the current one, on which Triton launches."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -407,7 +411,7 @@ def quant_refusal(
 
 
 def device_refusal(dtype: torch.dtype, x: Tensor) -> Refusal | None:
-    """Both kinds of quantised values need hardware that converts to them."""
+    """Why the device cannot quantise: its hardware does not convert to the type."""
     oldest = (8, 9) if dtype in FLOAT8 else (7, 2)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
         return Refusal(f"this device does not convert to {dtype}")

@@ -380,7 +380,7 @@ def _refusal(job: Job) -> Refusal | None:
 
 
 def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
-    """How to compute such a job, and whether that is the last word."""
+    """How to compute such a job, or why the kernels cannot, and whether that answer is final."""
     is_empty = not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights)
     if is_empty or (job.rows > FEW_ROWS and not job.is_wide):
         return Library().prepare(job), True
@@ -397,13 +397,15 @@ def candidates(job: Job) -> dict[str, Candidate]:
 
 
 class ColdWeights(Scratch[Job]):
+    """Measures on copies of the weights in turn."""
+
     def jobs(self, job: Job) -> list[Job]:
         copies = cold_copies(sum(w.numel() * w.element_size() for w in job.weights)) - 1
         return [job, *(replace(job, weights=_copied(job.weights)) for _ in range(copies))]
 
 
 def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
-    """With their strides, which a launch depends on."""
+    """Copies with the strides of the weights, which a launch depends on."""
     return [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w) for w in weights]
 
 

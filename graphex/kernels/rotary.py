@@ -326,7 +326,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RotaryPlan(LaunchPlan):
-    """Results are laid out in an order of dimensions, or contiguous (None)."""
+    """A launch, with the type of its results and their order of dimensions in memory (None: contiguous)."""
 
     dtype: torch.dtype
     q_order: tuple[int, ...] | None
@@ -403,19 +403,21 @@ def plan_for(job: Job, mode: str) -> RotaryPlan | Refusal:
     return plan if plan.grid[1] <= MOST_BLOCKS else Refusal("more heads share their angles than a grid has blocks")
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
+    """The part of a launch that a program rotates: `groups` of `heads` heads, of `tokens` tokens."""
+
     groups: int
     tokens: int
     heads: int
     warps: int
 
 
-def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> Tile:
+def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> HeadTile:
     """The tile of a program. Several groups of heads where there is much to do and heads share their angles."""
     together = min(next_power_of_2(heads), 8)
     groups = max(1, min(4, next_power_of_2(heads) // together)) if many and shared else 1
     at_once = max(1, min(next_power_of_2(tokens), 1024 // (together * 2 * pairs)))
-    return Tile(groups, at_once, together, warps_for(at_once * together * pairs, 8 if many else 4))
+    return HeadTile(groups, at_once, together, warps_for(at_once * together * pairs, 8 if many else 4))
 
 
 def _tiled(

@@ -46,7 +46,7 @@ from graphex.kernels.launch import (
     launch,
     run_job,
 )
-from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
+from graphex.kernels.layout import FLOATS, RowTile, block_of, blocks_of, remember, rows_of, signature
 from graphex.ops.definition import Arguments
 from graphex.ops.tokens import (
     ALIGNED,
@@ -116,11 +116,11 @@ def _plan(weight: Tensor, indices: Tensor) -> ShapedPlan | Refusal:
     return ShapedPlan(grid, integers, constants, (*indices.shape, columns))
 
 
-def _tile(columns: int, itemsize: int) -> Tile:
-    """A thread copies as much as it can at once."""
+def _tile(columns: int, itemsize: int) -> RowTile:
+    """The tile of a program, in which each thread copies as much as it can at once."""
     of_a_warp = 32 * BYTES_OF_A_THREAD // itemsize
     block = min(block_of(columns), MOST_WARPS * of_a_warp)
-    return Tile(1, block, max(1, block // of_a_warp))
+    return RowTile(1, block, max(1, block // of_a_warp))
 
 
 def _refusal(weight: Tensor, indices: Tensor) -> Refusal | None:
@@ -241,7 +241,7 @@ class OddTile:
 
 @dataclass(frozen=True, slots=True)
 class InParts:
-    """The library's products of the even columns and of the others, in rows with gaps; a copy closes these."""
+    """The library's products of the aligned columns and of the others, into padded rows; a copy removes the padding."""
 
     name: str = LIBRARY
 
@@ -285,8 +285,10 @@ def _in_parts(job: Product, start: Start = launch) -> Tensor:
 
 
 class _OneProduct(Scratch[Product]):
+    """Measures on the product alone: it reads and writes more than a cache holds."""
+
     def jobs(self, job: Product) -> list[Product]:
-        return [job]  # what it reads and writes is more than a cache holds
+        return [job]
 
 
 def _prepared(job: Product) -> tuple[Any, bool]:

@@ -81,7 +81,7 @@ Measure = Callable[[Sequence[Candidate]], dict[str, float]]
 
 
 class Tuner:
-    """The choices for one device. `measure` gives seconds by name, nothing for what cannot run here."""
+    """The choices for one device. `measure` gives seconds by name, without the candidates that cannot run here."""
 
     def __init__(self, store: ChoiceFile, shipped: Choices, measure: Measure) -> None:
         self._store, self._shipped, self._measure = store, shipped, measure
@@ -185,7 +185,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
 
 
 def is_settled(kind: str, signature: str) -> bool:
-    """Whether `choose` will say the same again: not after a default that was taken because a graph was captured."""
+    """Whether the choice is final. It is not if `choose` took the default because a capture kept it from measuring."""
     return _is_off() or not torch.cuda.is_available() or _tuner().is_settled(kind, signature)
 
 
@@ -205,7 +205,7 @@ def measured() -> int:
 
 
 def forget() -> None:
-    """Look everything up again, as a new process does."""
+    """Look everything up again, as a new process does. For tests."""
     _tuners.clear()
     _defaults.clear()
 
