@@ -422,8 +422,9 @@ def name_in_files(device: str) -> str:
 class ChoiceFile:
     """A JSON file of choices that processes share, and what they hold under: `conditions`, of which one is the device.
 
-    A choice is added under a lock to what the file says then. A file that cannot be read, or that was written under
-    other conditions, is as good as none; a warning says so once.
+    A choice is added under a lock to what the file says then, and the file is replaced as a whole. One that cannot be
+    read, that another user may have written, or that was written under other conditions, is as good as none: a warning
+    says so once.
     """
 
     def __init__(

@@ -81,12 +81,12 @@ class Job(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many keys count: causal positions are from the beginning, and no query attends beyond its own."""
+        """How many keys are read. Causal positions count from the first key: none is read beyond the last query's."""
         length, positions = self.key.shape[2], self.query.shape[2]
         return min(length, positions) if self.is_causal else length
 
     def mask_strides(self) -> tuple[int, ...]:
-        """Along batch, heads, queries and keys; 0 where the mask is broadcast."""
+        """The strides of the mask along batch, heads, queries and keys; 0 where it is broadcast."""
         if self.mask is None:
             return 0, 0, 0, 0
         return steps(self.mask.expand(*self.query.shape[:3], self.key.shape[2]))
@@ -135,7 +135,7 @@ class PreparedTile(Protocol):
 
 
 def steps(x: Tensor) -> tuple[int, ...]:
-    """Strides of x, with 0 for dimensions of one element: their strides matter to no address, and each other number
+    """The strides of x, and 0 for dimensions of one element: their strides change no address, and each other number
     would compile another kernel.
     """
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -236,7 +236,7 @@ def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
+    """Threads that make kernels ready to run: the launcher is compiled too, and the code is loaded on the device."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
@@ -265,7 +265,7 @@ class _Compilers(ThreadPoolExecutor):
 
     @contextmanager
     def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
-        """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
+        """Compile the launcher beside the kernel. Some versions of Triton do so for each signature, afterwards."""
         source = _source_of(compile)
         signature = str(getattr(source, "signature", None))
         if source is None or signature in self._launchers:
@@ -285,7 +285,7 @@ def _source_of(compile: Callable[..., Any]) -> Any:
 
 
 def _forget_failures(kernel: Any) -> None:
-    """Triton 3.7 keeps a compilation that failed in the kernel's cache, and a launch would raise its error again."""
+    """Drop failed compilations from a kernel's cache. Triton 3.7 keeps them, and a launch would raise their error."""
     for kernels, *_ in getattr(kernel, "device_caches", {}).values():
         for key, made in list(kernels.items()):
             if type(made).__name__ == "FutureKernel" and made.__dict__.get("kernel") is None:
@@ -327,7 +327,7 @@ def wait_for_triton() -> None:
 
 
 def _get_triton_ready() -> None:
-    """Triton compiles the code by which it asks the driver, and reads all its own files to know its caches by them."""
+    """Let Triton compile the code that asks the driver, and read all of its own files, whose hash names its caches."""
     with suppress(Exception), _switching_often():
         from triton.runtime.cache import triton_key
         from triton.runtime.driver import driver
@@ -338,7 +338,7 @@ def _get_triton_ready() -> None:
 
 @contextmanager
 def _switching_often() -> Iterator[None]:
-    """Triton reads its files in hundreds of pieces, and after each the thread has to wait for its turn."""
+    """Let Python switch threads more often: Triton reads its files in hundreds of pieces, and waits after each."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, OFTEN))
     try:

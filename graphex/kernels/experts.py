@@ -308,7 +308,7 @@ def route(call: Arguments) -> Any:
 
 
 def _route(call: Any, start: Start = launch) -> tuple[Tensor, Tensor]:
-    """The launch, for arguments that are not declined."""
+    """The weights and numbers of the chosen experts, for arguments that are not refused."""
     logits, count, groups = call.logits, call.logits.shape[-1], call.groups
     weights = logits.new_empty((logits.shape[0], call.top_k), dtype=call.dtype)
     chosen = torch.empty_like(weights, dtype=torch.int64)
@@ -374,7 +374,7 @@ class RoutedJob(NamedTuple):
         return Mixture(experts=experts.view(-1), weights=weights.view(-1), **self._given(Mixture))
 
     def _given(self, op: type[NamedTuple]) -> dict[str, Any]:
-        """The arguments of another op that the call has."""
+        """Those arguments of another op that the call has too."""
         given: dict[str, Any] = self.call._asdict()
         return {name: given[name] for name in op._fields if name in given}
 
@@ -464,7 +464,7 @@ def _prepare_routed(job: RoutedJob) -> tuple[PreparedJob[RoutedJob, Up], bool]:
 
 
 def _refusal_together(call: Any) -> Refusal | None:
-    """Why the programs of `up` cannot choose the experts, which then takes a launch of its own."""
+    """Why the programs of `up` cannot choose the experts. Then a launch of its own does."""
     if call.logits.dtype not in HALF or call.logits.dim() != 2 or call.logits.stride(1) != 1:
         return Refusal("the logits are no rows of 16-bit numbers")
     if call.logits.shape[0] != call.x.shape[0] or call.logits.shape[1] != call.gate_up.shape[0]:

@@ -15,8 +15,7 @@ The store is one JSON file for each device, torch, Triton and state of the kerne
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
         tuning/nvidia-h200-5f1c0a52e2c1.json        {"device": ..., "choices": {kind: {signature: {"name", "us"}}}}
 
-Processes may share it: a choice is added under a lock to what the file says then, and the file is replaced as a whole.
-A file that cannot be read, or that another user may have written, is as good as none, and is said once.
+Processes may share it (`env.ChoiceFile`).
 
 `tuned/` has the choices that come with graphex, one file for each device they were measured on, in the same form. A
 choice names a candidate; one that no longer exists is measured anew. `benchmarks/ship_tiles.py` writes such a file.
@@ -74,7 +73,7 @@ class Choice:
 
 
 class Busy(Exception):  # noqa: N818  (nothing went wrong)
-    """Another thread captures: nothing can be measured now."""
+    """Raised where nothing can be measured now, because another thread captures."""
 
 
 Measure = Callable[[Sequence[Candidate]], dict[str, float]]
@@ -205,7 +204,7 @@ def measured() -> int:
 
 
 def forget() -> None:
-    """Look everything up again, as a new process does. For tests."""
+    """Look everything up again, as a new process does. For tests and benchmarks."""
     _tuners.clear()
     _defaults.clear()
 
@@ -240,7 +239,7 @@ def compile_all(candidates: Sequence[Candidate]) -> None:
 
 
 def _compile_each(candidates: Sequence[Candidate]) -> None:
-    """One that does not compile says so when it runs."""
+    """Compile the kernels of the candidates. One that does not compile says so when it runs."""
     for candidate in candidates:
         if candidate.compile is None:
             continue
@@ -292,7 +291,7 @@ def _seconds_on(device: CudaDevice, candidates: Sequence[Candidate]) -> dict[str
 
 
 def _say_why_not(candidate: Candidate, error: Exception) -> None:
-    """A tile that the device has no room for is no candidate there; anything else should be known."""
+    """Warn that a candidate failed, unless the device has no room for its tile, which is expected."""
     from triton.runtime.errors import OutOfResources
 
     if not isinstance(error, OutOfResources):
@@ -312,7 +311,7 @@ SHIPPED = Path(__file__).with_name("tuned")
 
 @cache
 def sources() -> str:
-    """A hash of the kernels that are measured: another kernel may have another best tile."""
+    """A hash of the sources of the kernels that are measured: another kernel may have another best tile."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem.endswith("_kernel") or path.stem == "arithmetic":
