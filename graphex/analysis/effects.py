@@ -27,7 +27,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.graphs import argument
-from graphex.ops import SPECS
+from graphex.ops.definition import CUBLAS, SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.torch_private.graphs import graph_module, is_composite, written_in_call
 
@@ -393,8 +393,6 @@ def is_work(node: Node) -> bool:
 aten = torch.ops.aten
 
 _NOTHING: frozenset[str] = frozenset()
-_CUBLAS = frozenset({"cublas"})
-_ATTENTION = frozenset({"cublas", "attention"})
 
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _PLAIN = {
@@ -405,7 +403,6 @@ _PLAIN = {
     *(aten._to_copy, aten.clone, aten.copy, aten.copy_),
     *(aten.full, aten.zeros, aten.ones, aten.empty, aten.empty_strided, aten.arange, aten.scalar_tensor),
 }
-_ATTENDING = {"graphex::attention", "graphex::paged_attention", "graphex::rotary_attention_"}
 
 
 def libraries_of(graph: Graph) -> frozenset[str]:
@@ -425,9 +422,9 @@ def _libraries_of(node: Node) -> frozenset[str]:
         return EVERY_LIBRARY
     spec = SPECS.get(op.name().partition(".")[0])
     if spec is not None and spec.defined_here:
-        return _ATTENTION if spec.name in _ATTENDING else _CUBLAS
+        return spec.libraries
     if op.overloadpacket in _PRODUCTS:
-        return _CUBLAS
+        return CUBLAS
     is_plain = op.overloadpacket in _PLAIN or does_nothing(node)
     is_atens = op.namespace == "aten" and (op.is_view or torch.Tag.pointwise in op.tags)
     return _NOTHING if is_plain or is_atens else EVERY_LIBRARY

@@ -203,8 +203,8 @@ _KEPT = {
 def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> set[Node] | Refusal:
     """The nodes that are used outside of the match and stay, beside the replacement; a `Refusal` if one may not.
 
-    A view stays: it costs nothing. A call that stands for several equal ones of the user's program stays for the others
-    of them: what `unify` has merged, a rule takes apart again. Nothing else is computed twice.
+    A view stays: it costs nothing. A call that `unify` merged from several equal calls stays for its users outside of
+    the match. Nothing else is computed twice.
     """
     inside, kept = set(nodes), set(outputs)
     staying: set[Node] = set()

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from graphex.cache.sources import names_in
 from graphex.errors import users_frame
+from graphex.ops import SPECS
 from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.frames import COMPILED_CALL
 from graphex.torch_private.graphs import written_in_call
@@ -59,7 +60,7 @@ _DRAWS = frozenset(
         *("aten::bernoulli", "aten::bernoulli_", "aten::exponential_", "aten::multinomial", "aten::native_dropout"),
         *("aten::normal", "aten::normal_", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like"),
         *("aten::randn", "aten::randn_like", "aten::randperm", "aten::uniform", "aten::uniform_"),
-        "graphex::dropout_seeds",
+        *(name for name, spec in SPECS.items() if spec.is_random),
     }
 )
 _SEEDS = "seeds a random generator, or puts its state back"

@@ -38,6 +38,7 @@ from graphex import env
 from graphex.analysis import known_equal
 from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
+from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
 from graphex.regions.members import (
@@ -61,7 +62,6 @@ from graphex.torch_private.symbolic import hint_of, mode_of
 
 MM = torch.ops.aten.mm.default
 
-Boxed = Callable[[list[Any]], Any]
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels

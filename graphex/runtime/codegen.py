@@ -39,6 +39,7 @@ from graphex.analysis.graphs import attribute_of, named_arguments
 from graphex.analysis.happens_before import Memory
 from graphex.analysis.memory import frees
 from graphex.device import Cores, Device
+from graphex.device.base import Boxed as Boxed
 from graphex.device.base import StreamSet
 from graphex.errors import GraphexError
 from graphex.ops.scope import CORES
@@ -242,8 +243,6 @@ def set_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, 
 
 # -- the program -------------------------------------------------------------------------------------------------------
 
-
-Boxed = Callable[[list[Any]], Any]
 
 _OF_SCRIPTS = (  # names that the scripts around a program use themselves
     *("torch", "base64", "importlib", "io", "math", "operator", "zlib"),

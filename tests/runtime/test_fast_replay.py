@@ -470,6 +470,26 @@ def test_a_call_fits_only_where_everything_is_as_it_was(where):
     assert fits((x,))
 
 
+def _attends(x: Tensor) -> Tensor:
+    return torch.ops.graphex.attention(x, x, x, None, 0.5) + 1
+
+
+def _attends_as_on_ascend(x: Tensor) -> Tensor:
+    return torch.ops.npu.npu_fused_infer_attention_score(x, x, x, num_heads=4, scale=0.5, input_layout="BNSD")[0] + 1
+
+
+@pytest.mark.parametrize("model", [_attends, _attends_as_on_ascend])
+def test_a_graph_is_not_replayed_where_torch_attends_in_another_way(tape, model):
+    compiled, x = compile_it(model), torch.randn(2, 4, 3, 8)
+    for _ in range(3):
+        same(compiled(x), model(x))
+    assert count(compiled, "captured") == 1
+    with switched_attention("flash"):
+        for _ in range(3):
+            same(compiled(x), model(x))
+        assert count(compiled, "captured") == 2
+
+
 def test_a_switch_that_another_thread_turns_meanwhile_is_noticed():
     device, x = TapeDevice(), torch.randn(3)
     key = Key((), states(SWITCHES), device.settings())
