@@ -456,6 +456,7 @@ class Verified(Record):
 
 
 R = TypeVar("R", bound=Record)
+OfPass = TypeVar("OfPass", Rewrote, RuleTried)
 
 
 class Of(Generic[R]):
@@ -548,12 +549,31 @@ class Journal:
     @property
     def rewrites(self) -> list[Rewrote]:
         """The rewrites in the graphs that run, without those that verification undid."""
-        return list(filter(self.is_kept, self.of(Rewrote)))
+        return self._kept(Rewrote)
 
     @property
     def rules(self) -> list[RuleTried]:
         """How often each rule applied in the graphs that run, without rewrites that verification undid."""
-        return list(filter(self.is_kept, self.of(RuleTried)))
+        return self._kept(RuleTried)
+
+    def _kept(self, kind: type[OfPass]) -> list[OfPass]:
+        """The records of passes that are part of a graph that runs: verification neither replaced nor undid them."""
+        kept = self._kept_passes()
+        return [each for each in self.of(kind) if each.graph not in kept or each.pass_name in kept[each.graph]]
+
+    def _kept_passes(self) -> dict[str, set[str]]:
+        """The passes that are left of each graph that verification has replaced or rolled back."""
+        ends = {each.graph: each.pass_name for each in reversed(self.verifications) if each.status == "mismatch"}
+        ended = self.replaced
+        kept: dict[str, set[str]] = {graph: set() for graph in (*ended, *ends)}
+        for ran in self.passes:
+            if ran.graph not in kept or ran.graph in ended:
+                continue
+            if ran.name == ends[ran.graph]:
+                ended.add(ran.graph)
+            else:
+                kept[ran.graph].add(ran.name)
+        return kept
 
     @property
     def replaced(self) -> set[str]:
@@ -566,17 +586,6 @@ class Journal:
         while name in instead:
             name = instead[name]
         return name
-
-    def is_kept(self, record: Rewrote | RuleTried) -> bool:
-        """Whether the work of a rule is part of a graph that runs: verification neither replaced nor undid it."""
-        if record.graph in self.replaced:
-            return False
-        undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]
-        if not undone:
-            return True
-        order = [ran.name for ran in self.passes if ran.graph == record.graph]
-        blamed = order.index(undone[0].pass_name) if undone[0].pass_name in order else len(order)
-        return record.pass_name in order[:blamed]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -84,8 +84,8 @@ class Report:
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
         gone = self.journal.replaced
-        made = [record for record in self.journal.of(Rewrote) if record.rule == name]
-        rewrites = tuple(filter(self.journal.is_kept, made))
+        made = any(record.rule == name for record in self.journal.of(Rewrote))
+        rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(each for each in self.journal.refusals if each.rule == name and each.graph not in gone)
         misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
         if not (made or refusals or misses):

@@ -103,10 +103,11 @@ def _passes(journal: Journal) -> Iterator[Any]:
 
 def _rewrites(journal: Journal) -> Iterator[Any]:
     refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
-    first = {record.rule: record for record in reversed(journal.rewrites)}
+    rewrites = journal.rewrites
+    first = {record.rule: record for record in reversed(rewrites)}
     rows = (
         (rule, str(count), str(refused[rule]), first[rule].line or ", ".join(first[rule].nodes), first[rule].because)
-        for rule, count in Counter(record.rule for record in journal.rewrites).most_common()
+        for rule, count in Counter(record.rule for record in rewrites).most_common()
     )
     return _table("rewrites", ("rule", "made", "refused", "for example", "because"), rows)
 
