@@ -53,7 +53,7 @@ from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for
 from graphex.runtime.fast_replay import Bypass, Compiled
 from graphex.runtime.native import load_in_background
-from graphex.runtime.program import DebugTools, Deferred, ExecutableGraph, FunctionalProgram, Program
+from graphex.runtime.program import Callbacks, Deferred, ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (
     adds_guards,
@@ -192,12 +192,12 @@ def _executable(
     runner: Runner | None,
     saved: SavedMemory | None = None,
 ) -> Program:
-    tools = _debug_tools(original, runner)
+    callbacks = _callbacks(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
-            compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools, saved=saved
+            compilation, name, phase, gm, device_for(gm), static_inputs, functional, callbacks, saved=saved
         )
-        program = compiled_in_background(graph, build_executable(graph, runner))
+        program = build_executable(graph, runner)
     if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, gm.graph)
@@ -223,7 +223,7 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
         history.spend(name, stage, time.perf_counter() - started)
 
 
-def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
+def _callbacks(original: GraphModule, runner: Runner | None) -> Callbacks:
     """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
 
     def dump_data(graph: ExecutableGraph) -> Boxed:
@@ -237,7 +237,7 @@ def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
         assert runner is not None
         return Verifying(original, runner, graph, program)
 
-    return DebugTools(write_output_code, shuffled, dump_data, verify)
+    return Callbacks(write_output_code, shuffled, dump_data, verify, compiled_in_background)
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:

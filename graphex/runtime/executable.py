@@ -46,7 +46,7 @@ def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Pr
     Without a runner it is another version of a graph, which gets no versions and no verification of its own.
     """
     if graph.compilation.config.dump_tensor_data:
-        return Eager(graph.tools.dump_data(graph), graph.written)
+        return Eager(graph.callbacks.dump_data(graph), graph.written)
     graph = _on_streams(graph)
     program = _program(graph)
     for layer in LAYERS:
@@ -76,13 +76,18 @@ def _stream_trial(graph: ExecutableGraph, program: Program, runner: Runner | Non
 
 
 def _verification(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
-    return program if runner is None or not graph.compilation.config.verify else graph.tools.verify(graph, program)
+    return program if runner is None or not graph.compilation.config.verify else graph.callbacks.verify(graph, program)
+
+
+def _background_regions(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
+    return program if runner is None else graph.callbacks.await_regions(graph, program)
 
 
 LAYERS: tuple[Callable[[ExecutableGraph, Program, Runner | None], Program], ...] = (
     _external_streams,
     _stream_trial,
     _verification,
+    _background_regions,
 )
 
 
@@ -103,7 +108,7 @@ def _on_streams(graph: ExecutableGraph) -> ExecutableGraph:
 def _program(graph: ExecutableGraph) -> Program:
     gm, config = graph.gm, graph.compilation.config
     if config.stream_safety == "shuffle" and stream_plan(gm.graph) is not None:
-        return Eager(graph.tools.in_random_orders(graph.name, gm, graph.counter), graph.written)
+        return Eager(graph.callbacks.in_random_orders(graph.name, gm, graph.counter), graph.written)
     run = counted(generated(graph), graph)
     if not _may_be_captured(graph):
         return Eager(run, graph.written)
@@ -346,7 +351,7 @@ def _write_files(graph: ExecutableGraph, code: Code) -> None:
     gm, files = graph.gm, graph.compilation.files
     plain = inlined(gm)
     script = code if plain is gm else generate(plain, graph.streams, graph.memory)
-    files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(script, plain))
+    files.text(f"{graph.folder}/output_code.py", graph.callbacks.write_code(script, plain))
     for name, region in regions_of(gm).items():
         files.text(f"{graph.folder}/{name}.py", region.code.source)
 

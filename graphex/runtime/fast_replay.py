@@ -35,7 +35,7 @@ from torch import Tensor
 from graphex.device import Device
 from graphex.runtime import native
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.program import Program
+from graphex.runtime.program import Around, Program
 from graphex.torch_private.aot import PlainStep, has_hooks_on_saved_tensors
 from graphex.torch_private.cuda import Switch, states
 from graphex.torch_private.dynamo import disable, dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
@@ -277,7 +277,7 @@ class _Seen(threading.local):
     results: Any = None
 
 
-class Bypass(Program):
+class Bypass(Around):
     """Stands between AOTAutograd and a program, and lets replays go past AOTAutograd's runtime wrappers.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  program      until a call shows that the program gets Dynamo's inputs,
@@ -289,8 +289,7 @@ class Bypass(Program):
     """
 
     def __init__(self, program: Program) -> None:
-        super().__init__(program.written)
-        self._program = program
+        super().__init__(program)
         self._seen = _Seen()
         self._is_plain: bool | None = None
 

@@ -71,13 +71,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DebugTools:
-    """Functions of `debug`, a room above this one, for a graph that is made to run: see `frontend.compiler`."""
+class Callbacks:
+    """Functions of `debug` and `cache` that the runtime calls. `frontend.compiler` passes them in, because these rooms
+    stand above `runtime`.
+    """
 
     write_code: Callable[[Code, GraphModule], str]
     in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
     dump_data: Callable[[ExecutableGraph], Boxed]
     verify: Callable[[ExecutableGraph, Program], Program]
+    await_regions: Callable[[ExecutableGraph, Program], Program]
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class ExecutableGraph:
     device: Device
     static_inputs: Sequence[int]
     functional: FunctionalProgram | None
-    tools: DebugTools
+    callbacks: Callbacks
     version: str = ""
     piece: int | None = None
     streams: StreamSet | None = None
@@ -132,9 +135,7 @@ class ExecutableGraph:
 class Program(ABC):
     """A compiled graph. It is called with one list of inputs, which it empties, and returns what the graph returns."""
 
-    is_whole = True  # False where Python runs a part of the compiled function, before or after this graph
     may_replay = False  # whether `replayed` ever has results
-    reads_numbers = False  # whether the graph returns numbers that depend on data
 
     def __init__(self, written: Sequence[int] = ()) -> None:
         """`written` are the inputs that the graph writes to."""
@@ -161,6 +162,27 @@ class Program(ABC):
         return
 
 
+class Around(Program):
+    """A layer around a program, which is asked everything that the layer does not answer itself."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.written)
+        self.may_replay = program.may_replay
+        self._program = program
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._program(args)
+
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
+        return self._program.replayed(args, seen=seen)
+
+    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+        return self._program.replayed_from(kept, args)
+
+    def free(self) -> None:
+        self._program.free()
+
+
 class Eager(Program):
     """A program that is not captured. What it writes to its inputs is undone while its thread warms up."""
 
@@ -174,12 +196,8 @@ class Eager(Program):
         note(args)
         if not _thread.warming or not self.written:
             return self._run(args)
-        tensors = [args[index] for index in self.written]
-        before = [tensor.clone() for tensor in tensors]
-        try:
+        with restored([args[index] for index in self.written]):
             return self._run(args)
-        finally:
-            _restore(tensors, before)
 
 
 class Deferred(Program):
@@ -241,6 +259,9 @@ class Deferred(Program):
 
 class GraphProgram(Program):
     """A program with captured graphs in it."""
+
+    is_whole = True  # False where Python runs a part of the compiled function, before or after this graph
+    reads_numbers = False  # whether the graph returns numbers that depend on data
 
     def __call__(self, args: list[Any]) -> Any:
         return _run_in_session(self, args) if active else self.call(args)
@@ -358,6 +379,16 @@ def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:
         assert _thread.ran is not None
         _thread.ran.append(Ran(program, given, results, _thread.is_whole))
     return results
+
+
+@contextmanager
+def restored(tensors: list[Tensor]) -> Iterator[None]:
+    """Put back the values that these tensors have now, whatever is written to them inside."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        _restore(tensors, before)
 
 
 def _restore(tensors: list[Tensor], before: list[Tensor]) -> None:

@@ -57,7 +57,7 @@ from graphex.torch_private.dynamo import external_object
 
 
 class ExternalStreams(Program):
-    """A program that is ordered with streams and events of the user's."""
+    """A program that is ordered with streams and events of the user's. No call of it is a replay and nothing else."""
 
     def __init__(self, program: Program, streams: Sequence[int], events: ExternalEvents, device: Device) -> None:
         """`streams` are torch's numbers for them."""
@@ -211,7 +211,10 @@ def second_version(runner: Runner, functional: FunctionalProgram, device: Device
 
 
 class Trial(Program):
-    """`one` stream or `two`, whichever is faster for the sizes of a call."""
+    """`one` stream or `two`, whichever is faster for the sizes of a call.
+
+    Its backwards are not replayed from kept values: with `auto_streams` no forward keeps any.
+    """
 
     def __init__(self, graph: ExecutableGraph, one: Program, two: Program) -> None:
         super().__init__(one.written)
@@ -245,14 +248,8 @@ class Trial(Program):
         self._two.free()
 
     def _decide(self, key: Key, args: list[Any]) -> Program:
-        written = [args[index] for index in self.written]
-        before = [tensor.clone() for tensor in written]
-        try:
+        with programs.restored([args[index] for index in self.written]):
             one, two = self._timed(args)
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(written, before, strict=True):
-                    tensor.copy_(value)
         ratio = one / two
         faster = ratio >= WORTHWHILE
         self._chosen[key] = self._two if faster else self._one
