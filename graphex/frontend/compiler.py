@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,24 +135,38 @@ def compile_graph(
     return Executables(program, functional, search.artefact or search.reason, search.entry)
 
 
-@collector_paused()
-def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[list[Program], CallSearch]:
-    """The programs for a graph of Dynamo's that AOTAutograd need not trace: the cache knows what would come of it.
+class Loaded(NamedTuple):
+    """The program of a graph of Dynamo's that the cache knows, or the forward and the backward of a training step."""
 
-    One for inference; the forward and the backward of a training step.
-    """
+    program: Program
+    backward: Deferred | None = None
+
+
+@collector_paused()
+def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[Loaded | None, CallSearch]:
+    """The programs for a graph that AOTAutograd need not trace, because the cache knows what would come of it."""
     with compile_stage("graphex_cache"):
         search = look_up_call(compilation, gm, example_inputs)
-    programs: list[Program] = []
-    saved = saved_memory(compilation)
-    for found in search.found:
-        name = _note_graph(compilation, found.phase, *found.handed.sizes)
-        search.note(found, name)
-        make = partial(_loaded, compilation, name, found, None if found.phase == "inference" else saved)
-        programs.append(Deferred(make) if found.phase == "backward" else make())
-        if isinstance(program := programs[-1], Deferred) and found.calls_ours:
-            program.made()  # kernels that a thread compiles may be those that the forward launches
-    return programs, search
+    if not search.found:
+        return None, search
+    first, *others = search.found
+    saved = saved_memory(compilation) if others else None
+    program = _loader(compilation, search, first, saved)()
+    if not others:
+        return Loaded(program), search
+    backward = Deferred(_loader(compilation, search, others[0], saved))
+    if others[0].calls_ours:
+        backward.made()  # kernels that a thread compiles may be those that the forward launches
+    return Loaded(program, backward), search
+
+
+def _loader(
+    compilation: Compilation, search: CallSearch, found: Found, saved: SavedMemory | None
+) -> Callable[[], Program]:
+    """A function that makes the program of a graph that was found; the graph is on record now."""
+    name = _note_graph(compilation, found.phase, *found.handed.sizes)
+    search.note(found, name)
+    return partial(_loaded, compilation, name, found, saved)
 
 
 @collector_paused()
@@ -190,7 +204,7 @@ def _executable(
     static_inputs: Sequence[int],
     original: GraphModule,
     runner: Runner | None,
-    saved: SavedMemory | None = None,
+    saved: SavedMemory | None,
 ) -> Program:
     callbacks = _callbacks(original, runner)
     with _stage(compilation, name, "program"):
@@ -382,7 +396,7 @@ class Portable:
 
 def called(program: Program, handed: HandedOver) -> Compiled:
     """A call of a program with what AOTAutograd's wrapper does around it."""
-    bypass = Bypass(program) if program.may_replay and not handed.dynamic else None
+    bypass = Bypass.of(program, is_plain=not handed.dynamic)
     run = program if bypass is None else bypass
 
     def forward(*args: Any) -> Any:

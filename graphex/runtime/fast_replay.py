@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -292,6 +292,15 @@ class Bypass(Around):
         super().__init__(program)
         self._seen = _Seen()
         self._is_plain: bool | None = None
+
+    @classmethod
+    def of(cls, program: Program, *about: Any, is_plain: bool) -> Self | None:
+        """A bypass for a program, or None if no call of it can be a replay, or if its calls are not plain.
+
+        `is_plain`: as far as is known, AOTAutograd's wrappers only hand its calls over. `about` are the class's further
+        arguments.
+        """
+        return cls(program, *about) if is_plain and program.may_replay else None
 
     def __call__(self, args: list[Any]) -> Any:
         if self._is_plain is not None:
