@@ -1,4 +1,7 @@
-"""The order of rooms: `docs/internals.md` lists them from bottom to top, and no import of graphex goes up."""
+"""The order of rooms: `docs/internals.md` lists them from bottom to top, and no import of graphex goes up.
+
+In a room no module imports one that imports it, directly or through others.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ ORDER = (
 )
 ENTRANCES = ("__init__", "__main__")  # they stand above all rooms
 MOST_LOOSE_MODULES = 8
+WITH_CYCLES = ("kernels",)  # rooms that still have modules that import each other
 BY_NAME = {("ops", "kernels")}  # a declaration names its launcher, which the op's first call on a GPU imports
 
 
@@ -96,6 +100,30 @@ def test_no_import_goes_up(room):
         if ORDER.index(room_of(other)) > ORDER.index(room)
     ]
     assert not upward, "\n".join(upward)
+
+
+def cycle_from(module: str, imports: dict[str, set[str]]) -> list[str]:
+    """The modules from this one back to itself, each of which imports the next; empty if it is in no cycle."""
+    came_from, pending = dict[str, str](), [module]
+    while pending:
+        here = pending.pop()
+        for other in imports[here] - came_from.keys():
+            came_from[other] = here
+            pending.append(other)
+    if module not in came_from:
+        return []
+    path = [module, came_from[module]]
+    while path[-1] != module:
+        path.append(came_from[path[-1]])
+    return path[::-1]
+
+
+@pytest.mark.parametrize("room", [room for room in ORDER if room not in WITH_CYCLES])
+def test_no_modules_of_a_room_import_each_other(room):
+    inside = {name: path for name, path in MODULES.items() if "." in name and room_of(name) == room}
+    imports = {name: {other for _, other in imported(path)} & inside.keys() - {name} for name, path in inside.items()}
+    cycles = [" imports ".join(cycle) for name in inside if (cycle := cycle_from(name, imports))]
+    assert not cycles, "\n".join(cycles)
 
 
 def test_few_modules_stand_beside_the_rooms():

@@ -28,9 +28,7 @@ def journal_of(graphs: int, passes: int) -> Journal:
     for graph in (f"graph {number}" for number in range(graphs)):
         for name in (f"pass {number}" for number in range(passes)):
             journal.records += [PassRan(graph, "clean", name, "changed", 0.0, 2, 1), *rewrote(graph, name)]
-    journal.records += [
-        Verified(f"graph {number}", "mismatch", "output 0", "pass 1") for number in range(0, graphs, 2)
-    ]
+    journal.records += [Verified(f"graph {number}", "mismatch", "output 0", "pass 1") for number in range(0, graphs, 2)]
     return journal
 
 

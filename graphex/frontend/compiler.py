@@ -52,7 +52,7 @@ from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for
 from graphex.runtime.fast_replay import Bypass, Compiled
-from graphex.runtime.native import load_in_background
+from graphex.runtime.guards import load_in_background
 from graphex.runtime.program import Callbacks, Deferred, ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from graphex.errors import CaptureError
 from graphex.regions.region import Unlaid, lay_out
-from graphex.runtime.fast_replay import picker
+from graphex.runtime.guards import picker
 from graphex.torch_private.memory import (
     UNMARKED,
     Marks,

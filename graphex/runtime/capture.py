@@ -27,11 +27,13 @@ from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
 from graphex.runtime.buffers import Arena, Kept, OutputPlan
-from graphex.runtime.capture_plan import CapturePlan, Key, KeyReader, PieceInputs, Tail, host_outputs
+from graphex.runtime.capture_plan import CapturePlan, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
     CapturedGraph,
+    FastReplay,
     LastRead,
     Pool,
+    ReplayBody,
     SavedMemory,
     Slot,
     Store,
@@ -40,17 +42,8 @@ from graphex.runtime.captured_graph import (
     pool_for,
 )
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import (
-    Addresses,
-    FastReplay,
-    Finish,
-    Picker,
-    ReplayBody,
-    ReplayGuards,
-    make_guard,
-    make_replay,
-    picker,
-)
+from graphex.runtime.fast_replay import Finish, make_replay
+from graphex.runtime.guards import Addresses, CaptureKey, Picker, ReplayGuards, make_guard, picker
 from graphex.runtime.program import counts, repeated, uncounted
 from graphex.torch_private.dynamo import (
     batches_gradients,
@@ -112,8 +105,10 @@ class CapturedProgram(program.GraphProgram):
         self._turn, self._in_turn = self._pool.turn, in_turn
         self._arena = Arena()
         self._store = Store(self._limit)
-        self._failed: set[Key] = set()  # keys that could not be captured
-        self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()  # keys called once, plain inputs
+        self._failed: set[CaptureKey] = set()  # keys that could not be captured
+        self._seen: OrderedDict[CaptureKey, dict[int, weakref.ref[Tensor]]] = (
+            OrderedDict()
+        )  # keys called once, plain inputs
         self._stays: set[int] = set()  # plain inputs that came a second time: read where they are
         self._must_copy: set[int] = set()  # plain inputs that were read where they are, and moved
         self._said: set[str] = set()  # reasons on record
@@ -207,7 +202,7 @@ class CapturedProgram(program.GraphProgram):
         self._counter["straight"] += 1
         return results
 
-    def _fast(self, graph: CapturedGraph, key: Key, seen: frozenset[int] | None) -> FastReplay:
+    def _fast(self, graph: CapturedGraph, key: CaptureKey, seen: frozenset[int] | None) -> FastReplay:
         """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
@@ -272,13 +267,13 @@ class CapturedProgram(program.GraphProgram):
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 
-    def _free_graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
+    def _free_graph(self, key: CaptureKey, args: list[Any]) -> CapturedGraph | None:
         """The graph to replay, if nothing that a replay would write to is in use; None to run this call eagerly."""
         self._look_for_gradients(args)
         graph = self._graph(key, args)
         return None if graph is None or self._is_in_use(graph, args) else graph
 
-    def _graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
+    def _graph(self, key: CaptureKey, args: list[Any]) -> CapturedGraph | None:
         """The graph of this call; None if it has none."""
         graph, moved = self._find(key, args)
         fits = graph is not None and not moved
@@ -303,7 +298,7 @@ class CapturedProgram(program.GraphProgram):
         self._remember(key, args)
         return None
 
-    def _find(self, key: Key, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
+    def _find(self, key: CaptureKey, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
         """A graph of this key, if there is one for these addresses, and the inputs that have moved since."""
         graph = self._store.latest(key)
         moved = _NOTHING if graph is None else graph.moved(args)
@@ -314,7 +309,7 @@ class CapturedProgram(program.GraphProgram):
         graph = self._store.find(self._slot(key, args))
         return graph, moved if graph is None else graph.moved(args)
 
-    def _slot(self, key: Key, args: Sequence[Any]) -> Slot:
+    def _slot(self, key: CaptureKey, args: Sequence[Any]) -> Slot:
         return Slot(key, (*self._plan.addresses(args), *(args[index].data_ptr() for index in self._received)))
 
     def _saved_elsewhere(self, saved: SavedMemory, args: Sequence[Any]) -> bool:
@@ -394,7 +389,7 @@ class CapturedProgram(program.GraphProgram):
             return None
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
-    def _remember(self, key: Key, args: list[Any]) -> None:
+    def _remember(self, key: CaptureKey, args: list[Any]) -> None:
         """This call warms up. A tensor that is the same object in the next call has a place of its own."""
         self._seen[key] = {index: weakref.ref(args[index]) for index in self._plan.plain}
         if len(self._seen) > max(REMEMBERED, self._limit):
@@ -469,7 +464,7 @@ class CapturedProgram(program.GraphProgram):
             weakref.finalize(first, _free_if_idle, weakref.ref(self), id(first)).atexit = False
         return id(first)
 
-    def _give_up(self, key: Key, error: Exception) -> None:
+    def _give_up(self, key: CaptureKey, error: Exception) -> None:
         """The key runs eagerly from now on; the whole graph does if nothing of it was ever captured."""
         if len(self._failed) < REMEMBERED:
             self._failed.add(key)

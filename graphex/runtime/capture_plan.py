@@ -2,7 +2,7 @@
 
 The key is everything that tells one captured graph of a program from another:
 
-    x: f32[s0, 16]; n: int; scale: f32[] on the CPU      ->      Key((s0, n, scale's value), switches, settings)
+    x: f32[s0, 16]; n: int; scale: f32[] on the CPU      ->      CaptureKey((s0, n, scale's value), switches, settings)
 
 `values` are the numbers that a kernel would take from the host when it is launched: sizes, numbers, tensors of one
 element on the CPU. A size is read where that is cheapest: from the number that Dynamo passes beside the tensor, else
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,23 +33,14 @@ from graphex.config import CompilerConfig
 from graphex.device import Device
 from graphex.regions.members import is_view
 from graphex.regions.region import Region
-from graphex.runtime.buffers import (
-    Computed,
-)
+from graphex.runtime.buffers import Computed
 from graphex.runtime.codegen import Boxed, generate, region_called
+from graphex.runtime.guards import CaptureKey
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.memory import borrowed
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
 # -- the key -----------------------------------------------------------------------------------------------------------
-
-
-class Key(NamedTuple):
-    """`switches` choose kernels, less those of libraries that the graph does not call; `settings` are the device's."""
-
-    values: tuple[Any, ...]
-    switches: tuple[object, ...]
-    settings: Hashable
 
 
 class KeyReader:
@@ -83,8 +74,8 @@ class KeyReader:
         self._absolute = [index for index in tensors if aliases.is_absolute(placeholders[index])]
         self.varies = bool(self._numbers or self._dims or self._whole or self.hosts or self._absolute)
 
-    def __call__(self, args: Sequence[Any]) -> Key:
-        return Key(self.values(args) if self.varies else (), states(self.switches), self._settings())
+    def __call__(self, args: Sequence[Any]) -> CaptureKey:
+        return CaptureKey(self.values(args) if self.varies else (), states(self.switches), self._settings())
 
     def values(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The `values` of a key: none where nothing `varies`."""

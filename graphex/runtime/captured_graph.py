@@ -35,10 +35,12 @@ from graphex.runtime.buffers import (
     laid_on,
     storage_address,
 )
-from graphex.runtime.capture_plan import CapturePlan, Key
+from graphex.runtime.capture_plan import CapturePlan
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import Addresses, FastReplay, Picker, ReplayBody, picker
+from graphex.runtime.guards import Addresses, CaptureKey, Guard, Picker, picker
 from graphex.torch_private.memory import retains_graph
+
+ReplayBody = Callable[[Any], Any]
 
 # -- pools -------------------------------------------------------------------------------------------------------------
 
@@ -220,6 +222,20 @@ def _most_referenced(values: Sequence[Any]) -> int:
 
 _probe = [object()]
 _IN_A_LIST = _most_referenced(picker([0])(_probe))  # references to something that only a list holds
+
+
+@dataclass(frozen=True, slots=True)
+class FastReplay:
+    """`fits` says whether a call is like the one before; then `run` is all of it.
+
+    `seen` are the results that are tensors even if others are `Kept`; None if all are. `reads` are the outputs of a
+    forward that a backward reads where they are, without tensors for them.
+    """
+
+    fits: Guard
+    run: ReplayBody
+    seen: frozenset[int] | None = None
+    reads: OutputPlan | None = None
 
 
 @dataclass
@@ -430,7 +446,7 @@ def _alone_in_their_memory(plan: CapturePlan, args: Sequence[Any]) -> frozenset[
 class Slot:
     """A place for one graph."""
 
-    key: Key
+    key: CaptureKey
     addresses: tuple[int, ...]
 
 
@@ -444,10 +460,10 @@ class Store:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._graphs: OrderedDict[Slot, CapturedGraph] = OrderedDict()
-        self._latest: dict[Key, tuple[Slot, CapturedGraph]] = {}
+        self._latest: dict[CaptureKey, tuple[Slot, CapturedGraph]] = {}
         self.newest: CapturedGraph | None = None  # the graph that was used last, of any key
-        self._newest_key: Key | None = None
-        self._known: Counter[Key] = Counter()
+        self._newest_key: CaptureKey | None = None
+        self._known: Counter[CaptureKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -456,10 +472,10 @@ class Store:
     def keys(self) -> int:
         return len(self._known)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CaptureKey) -> bool:
         return self._known[key] > 0
 
-    def latest(self, key: Key) -> CapturedGraph | None:
+    def latest(self, key: CaptureKey) -> CapturedGraph | None:
         """The graph of a key that was used last."""
         if self.newest is not None and self._newest_key == key:  # a lookup costs more: a slot has hundreds of addresses
             return self.newest

@@ -2,7 +2,7 @@
 
     generated code         below autograd, on its streams, named in a profile, version counters right
       captured             whole, padded to a few sizes, or in pieces around what a device graph cannot hold; or eager
-        LAYERS             external streams, the trial of a second stream, verification
+        LAYERS             external streams, the trial of a second stream, verification, regions in the background
 
 `frontend` puts a `Bypass` of AOTAutograd's runtime wrappers around a program that may be replayed.
 """

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ from graphex.device import Device, StreamSet
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
+from graphex.runtime.buffers import Kept
+from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed, Code
 from graphex.torch_private.dynamo import (
     compile_lock,
@@ -64,10 +66,6 @@ from graphex.torch_private.dynamo import (
 )
 from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
-
-if TYPE_CHECKING:
-    from graphex.runtime.buffers import Kept
-    from graphex.runtime.captured_graph import SavedMemory
 
 
 @dataclass(frozen=True)

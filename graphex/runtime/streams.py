@@ -50,8 +50,9 @@ from graphex.passes.streams import AddingEvents, why_not_automatic
 from graphex.records import AutoStreams
 from graphex.rewrite.runner import Runner
 from graphex.runtime import program as programs
-from graphex.runtime.capture_plan import Key, KeyReader
+from graphex.runtime.capture_plan import KeyReader
 from graphex.runtime.codegen import PART
+from graphex.runtime.guards import CaptureKey
 from graphex.runtime.program import ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.dynamo import external_object
 
@@ -223,8 +224,8 @@ class Trial(Program):
         self._graph, self._functional, self._device = graph, graph.functional, graph.device
         self._key = KeyReader(graph.gm, Aliases(graph.gm.graph), graph.device)
         self._one, self._two = one, two
-        self._calls: Counter[Key] = Counter()
-        self._chosen: dict[Key, Program] = {}
+        self._calls: Counter[CaptureKey] = Counter()
+        self._chosen: dict[CaptureKey, Program] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         if reason := self._functional.why(args):
@@ -247,7 +248,7 @@ class Trial(Program):
         self._one.free()
         self._two.free()
 
-    def _decide(self, key: Key, args: list[Any]) -> Program:
+    def _decide(self, key: CaptureKey, args: list[Any]) -> Program:
         with programs.restored([args[index] for index in self.written]):
             one, two = self._timed(args)
         ratio = one / two
