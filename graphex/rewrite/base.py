@@ -196,7 +196,7 @@ class Read(NamedTuple):
 
 
 class Motion:
-    """The proofs that one pass asks for about one graph: each is a refusal, or None if nothing speaks against it."""
+    """Proofs that nodes of one graph may move. Each proof returns a Refusal, or None if the move is safe."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.aliases = work, work.aliases
@@ -232,7 +232,8 @@ class Motion:
         """Each value that is read at `end` instead of by its reader must be the same there."""
         for value, reader in reads:
             if writer := self.writer_between(value, reader, end):
-                return Refusal(f"'{writer.name}' writes to '{value.name}' in between")
+                between = f"'{reader.name}' and '{end.name}'"
+                return Refusal(f"'{value.name}' is written between {between}, by '{writer.name}'", end)
         return None
 
     def writer_between(self, value: Node, start: Node, end: Node) -> Node | None:
