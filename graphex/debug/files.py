@@ -422,7 +422,6 @@ def dumping_executable(gm: GraphModule, config: CompilerConfig, counter: Counter
         saver.begin()
         return _Dumping(gm, saver).run(*given)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

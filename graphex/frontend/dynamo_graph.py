@@ -57,7 +57,7 @@ from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.fuse import Decided, LiftAttention
 from graphex.passes.place import label_of, stream_of
-from graphex.torch_private.dynamo import is_transformed
+from graphex.torch_private.dynamo import is_current_stream, is_object_lookup, is_transformed
 from graphex.torch_private.symbolic import guard_or_false, pytree
 
 # -- methods of streams ------------------------------------------------------------------------------------------------
@@ -75,13 +75,11 @@ _METHODS = {
 
 def keep_stream_calls(gm: GraphModule) -> None:
     """Replace the calls in place."""
-    from graphex.torch_private.dynamo import is_object_lookup
-
     changed = _place_by_set_stream(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_method" or node.target not in _METHODS or node.users:
             continue
-        numbers = [_number(value, is_object_lookup) for value in node.args]
+        numbers = [_number(value) for value in node.args]
         if node.target == "record_stream":
             changed |= _keep_record_stream(gm, node, numbers)
             continue
@@ -98,13 +96,11 @@ def keep_stream_calls(gm: GraphModule) -> None:
 
 
 def _place_by_set_stream(gm: GraphModule) -> bool:
-    from graphex.torch_private.dynamo import is_current_stream, is_object_lookup
-
     setters = {module.set_stream for module in (*runtimes().values(), torch.accelerator)}
     changed, entered = False, None
     for node in list(gm.graph.nodes):
         if node.target in setters and len(node.args) == 1:
-            number = _number(node.args[0], is_object_lookup)
+            number = _number(node.args[0])
             if number is not None:
                 entered = None if is_current_stream(number) else number
                 gm.graph.erase_node(node)
@@ -136,9 +132,9 @@ def _op(name: str) -> torch._ops.OpOverload:
     return op
 
 
-def _number(value: object, is_lookup: object) -> int | None:
+def _number(value: object) -> int | None:
     """The number behind a node that fetches a stream or an event."""
-    if isinstance(value, Node) and callable(is_lookup) and is_lookup(value.target) and isinstance(value.args[0], int):
+    if isinstance(value, Node) and is_object_lookup(value.target) and isinstance(value.args[0], int):
         return value.args[0]
     return None
 
