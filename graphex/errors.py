@@ -154,8 +154,8 @@ def one_line(reason: object) -> str:
 class Refusal:
     """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
 
-    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
-    `expected`: the program itself says so, by reading a value again for one. It is not worth a record.
+    `nothing_lost`: the code is as good without the rewrite; the place is recorded and not counted. `expected`: the
+    program itself rules the rewrite out (for example, it reads the value again), so nothing is recorded.
     """
 
     reason: str

@@ -69,10 +69,9 @@ from graphex.records import (
     RuleTried,
 )
 from graphex.regions.compiler import RegionCode, compile_region, settings
-from graphex.regions.region import Promises, Region
+from graphex.regions.region import Promises, Region, region_called
 from graphex.regions.stage import NOTHING, region_record
-from graphex.runtime.buffers import Kept
-from graphex.runtime.codegen import region_called
+from graphex.runtime.buffers import KeptValues
 from graphex.runtime.program import Around, ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
@@ -184,8 +183,8 @@ def artefact_of(
     made.constants = _own_constants(gm, made, given)
     numbers: dict[int, int] = {}
     for node in gm.graph.find_nodes(op="call_module"):
-        region = gm.get_submodule(str(node.target))
-        if not isinstance(region, Region):
+        region = region_called(gm, node)
+        if region is None:
             raise CannotStoreError(f"'{node.name}' calls a module")
         if id(region.code) not in numbers:
             numbers[id(region.code)] = len(made.codes)
@@ -412,7 +411,7 @@ class Awaiting(Around):
         self._calls += results is not None
         return results
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         if self._codes is not None:
             return None
         results = super().replayed_from(kept, args)

@@ -34,7 +34,7 @@ from graphex.errors import one_line
 from graphex.passes.pipeline import optimise
 from graphex.records import Journal, Rewrote, RuleTried, Verified
 from graphex.rewrite.runner import Runner
-from graphex.runtime.buffers import Kept
+from graphex.runtime.buffers import KeptValues
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
 from graphex.runtime.program import Around, Eager, ExecutableGraph, Program
@@ -172,7 +172,7 @@ class Verifying(Around):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         return self._program.replayed(args, seen=seen) if self._is_settled else None
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         return self._program.replayed_from(kept, args) if self._is_settled else None
 
     def _use(self, gm: GraphModule, functional: Graph) -> Program:
@@ -502,7 +502,7 @@ def _widen(value: Any) -> Any:
 class RandomState:
     """The states of torch's generators (CPU and devices), Python's, NumPy's and the user's."""
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._saved: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
         for module in _device_modules():
             self._saved.append((module.set_rng_state_all, module.get_rng_state_all()))

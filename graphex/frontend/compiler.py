@@ -177,7 +177,10 @@ def _loaded(compilation: Compilation, name: str, found: Found, saved: SavedMemor
 
 
 def saved_memory(compilation: Compilation) -> SavedMemory | None:
-    """Memory that both graphs of a training step know, unless others may write to it, or which one ran is not known."""
+    """The memory that a step's forward and backward share.
+
+    None with `use_graph_pool` (other graphs may write to it) and with `auto_streams` (which forward ran is unknown).
+    """
     config = compilation.config
     return SavedMemory() if not config.auto_streams and config.use_graph_pool is None else None
 
@@ -255,7 +258,7 @@ def _callbacks(original: GraphModule, runner: Runner | None) -> Callbacks:
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
-    """All of a graph's at once; those that could not be compiled here are when they first run."""
+    """Compile all kernels of a graph together. One that fails here is compiled when it first runs."""
     if not compiles_kernels():
         return
     from graphex.kernels.launch import precompile_kernels

@@ -26,7 +26,7 @@ from torch import Tensor
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
-from graphex.runtime.buffers import Arena, Kept, OutputPlan
+from graphex.runtime.buffers import Arena, KeptValues, Kinds, OutputKind, OutputPlan
 from graphex.runtime.capture_plan import CapturePlan, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
     CapturedGraph,
@@ -75,7 +75,7 @@ class CapturedProgram(program.GraphProgram):
         static_inputs: Sequence[int],
         *,
         pool: Pool | None,
-        kinds: dict[int, str],
+        kinds: dict[int, OutputKind],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
         in_turn: bool = False,
@@ -117,7 +117,7 @@ class CapturedProgram(program.GraphProgram):
         self._gave_up = False
         self._counter = graph.counter
         held = HeldResults(compilation, graph.name, plan.output_names, shares_pool=self._shares_pool)
-        watch = held.watch if "in place" in plan.kinds else None
+        watch = held.watch if OutputKind.IN_PLACE in plan.kinds else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
         self._share_with_step(graph)
@@ -130,7 +130,7 @@ class CapturedProgram(program.GraphProgram):
         self._in_use = 0  # calls that found kept results in use
         self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
         if graph.saved is not None and graph.phase == "forward":
-            graph.saved.offer(self._store, may_be_kept="kept" in self._plan.kinds)
+            graph.saved.offer(self._store, may_be_kept=OutputKind.KEPT in self._plan.kinds)
             self._withdraw = graph.saved.withdraw
 
     def call(self, args: list[Any]) -> Any:
@@ -212,7 +212,7 @@ class CapturedProgram(program.GraphProgram):
         about = graph, self._pool, stream, self._count_alone, self._finish
         return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
         turn = self._turn
         if program.active or self._gave_up or self._force or batches_gradients():
@@ -234,7 +234,7 @@ class CapturedProgram(program.GraphProgram):
             finally:
                 turn.is_running = False
 
-    def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
+    def _reader(self, kept: KeptValues, args: list[Any]) -> CapturedGraph | None:
         """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""
         filled, missing = kept.filled(args)
         if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
@@ -313,9 +313,10 @@ class CapturedProgram(program.GraphProgram):
         return Slot(key, (*self._plan.addresses(args), *(args[index].data_ptr() for index in self._received)))
 
     def _saved_elsewhere(self, saved: SavedMemory, args: Sequence[Any]) -> bool:
-        """Whether this is the backward of a forward that was no replay, while others are: there is nothing to capture.
+        """Whether the forward of this backward ran eagerly although forwards are usually replayed.
 
-        Finds out, before the first capture, which inputs are where the forward's graphs have them.
+        Such a backward is not captured: its saved values are at addresses that will not come again. The first call
+        finds out which inputs are where the forward's graphs have them.
         """
         lasting = saved.addresses()
         found = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
@@ -334,15 +335,15 @@ class CapturedProgram(program.GraphProgram):
         if self._in_use == CALLS_IN_USE:
             self._in_use = 0
             if self._store.holds(graph.pool, keeper):
-                kinds = ("shown",) if "shown" in self._plan.kinds else ("kept",)
+                kinds = (OutputKind.SHOWN,) if OutputKind.SHOWN in self._plan.kinds else (OutputKind.KEPT,)
                 self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use", kinds)
             else:
                 self._leave_pool()
         return True
 
     def _is_read_elsewhere(self, graph: CapturedGraph, last_read: LastRead, args: list[Any]) -> bool:
-        """Whether a replay would compute in memory that is read after it: of saved values that a graph is retained
-        for, or of a forward's graph that is gone, whose memory may be another's now.
+        """Whether a replay would overwrite saved values that are still read: the user retains the autograd graph, or
+        the forward's graph was freed and its memory may be another's.
         """
         if last_read.keeper.is_freed:
             self._store.discard(graph)
@@ -364,14 +365,15 @@ class CapturedProgram(program.GraphProgram):
         reason = f"{CALLS_IN_USE} calls were made while results of another graph (such as gradients) were in use"
         self._compilation.journal.fall_back(FellBack(self._graph_name, what, reason), warn=False)
 
-    def _copy_out(self, reason: str, kinds: Sequence[str] = ("kept", "shown")) -> None:
-        """From now on results that got out in these ways, which stayed in the graphs' memory, are copied out of it."""
-        self._plan = replace(self._plan, kinds=["copied" if kind in kinds else kind for kind in self._plan.kinds])
-        if "kept" in kinds:
+    def _copy_out(self, reason: str, kinds: Kinds = (OutputKind.KEPT, OutputKind.SHOWN)) -> None:
+        """From now on copy results of these kinds out of the graph's memory instead of leaving them there."""
+        now = [OutputKind.COPIED if kind in kinds else kind for kind in self._plan.kinds]
+        self._plan = replace(self._plan, kinds=now)
+        if OutputKind.KEPT in kinds:
             self._withdraw()
         self._store.free()
         what = "gradients are copied" if self._saved is not None else "what a forward saves is copied"
-        what = what if "kept" in kinds else "large results of a forward are copied"
+        what = what if OutputKind.KEPT in kinds else "large results of a forward are copied"
         record = FellBack(self._graph_name, f"{what} out of the device graph's memory", reason)
         self._compilation.journal.fall_back(record, warn=False)
 
@@ -398,7 +400,7 @@ class CapturedProgram(program.GraphProgram):
                 self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
 
     def _capture(self, slot: Slot, args: list[Any], why_again: str) -> CapturedGraph | None:
-        if "kept" in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
+        if OutputKind.KEPT in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
             self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
         if (seen := self._seen.pop(slot.key, None)) is not None:
@@ -455,7 +457,10 @@ class CapturedProgram(program.GraphProgram):
             self._compilation.journal.fall_back(record, warn=False)
 
     def _watch(self, args: list[Any]) -> int | None:
-        """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
+        """Free captured graphs when the model's first parameter dies; Dynamo may keep the compiled code longer.
+
+        Returns what stands for that parameter.
+        """
         if not self._plan.parameters:
             return None
         first: Tensor = args[self._plan.parameters[0]]
@@ -486,7 +491,7 @@ class CapturedProgram(program.GraphProgram):
     # -- replaying ----------------------------------------------------------------------------------------------
 
     def _replay(self, graph: CapturedGraph, args: list[Any]) -> Any:
-        """A replay that AOTAutograd's wrappers, or other pieces, are around."""
+        """Replay a call that comes through AOTAutograd's wrappers or from another piece."""
         stream = self._device.stream()
         if graph.boxed is None or graph.boxed[0] != stream:
             run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)

@@ -32,9 +32,9 @@ from graphex.analysis.graphs import extract
 from graphex.config import CompilerConfig
 from graphex.device import Device
 from graphex.regions.members import is_view
-from graphex.regions.region import Region
-from graphex.runtime.buffers import Computed
-from graphex.runtime.codegen import Boxed, generate, region_called
+from graphex.regions.region import Region, region_called
+from graphex.runtime.buffers import Computed, Kinds, OutputKind
+from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.guards import CaptureKey
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.memory import borrowed
@@ -206,7 +206,7 @@ class CapturePlan:
 
     names: list[str]
     output_names: list[str]
-    kinds: list[str]
+    kinds: list[OutputKind]
     static: list[int]
     parameters: list[int]
     by_address: list[int]
@@ -230,7 +230,7 @@ class CapturePlan:
         device: Device,
         static_inputs: Iterable[int],
         config: CompilerConfig,
-        kinds: dict[int, str],
+        kinds: dict[int, OutputKind],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
     ) -> CapturePlan:
@@ -285,17 +285,21 @@ class CapturePlan:
         return f"input {', '.join(names[:3])}{more}"
 
 
-_KINDS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
+_KINDS: dict[bool | str, OutputKind] = {
+    "auto": OutputKind.COPIED,
+    True: OutputKind.SEPARATE,
+    False: OutputKind.IN_PLACE,
+}
 
 
-def _copied_alone(gm: GraphModule, kinds: Sequence[str]) -> frozenset[tuple[Region, int]]:
+def _copied_alone(gm: GraphModule, kinds: Kinds) -> frozenset[tuple[Region, int]]:
     """The results of regions that are read nowhere and leave the graph as one copy, of them or of a view of them.
 
     region_0 = region_0(x, w); mm = region_0[0]; logits = view(mm, [8, 128, 50257]); return (logits,)
     """
     times = Counter(leaf for leaf in output_leaves(gm) if isinstance(leaf, Node))
     kinds_of = zip(output_leaves(gm), kinds, strict=True)
-    alone = {leaf for leaf, kind in kinds_of if kind in ("copied", "separate") and times[leaf] == 1}
+    alone = {leaf for leaf, kind in kinds_of if kind in (OutputKind.COPIED, OutputKind.SEPARATE) and times[leaf] == 1}
     return frozenset(
         (region, int(result.args[1]))
         for node in gm.graph.find_nodes(op="call_module")

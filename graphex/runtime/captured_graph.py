@@ -67,9 +67,9 @@ class Pool:
     pools have one turn if a graph of one reads what a graph of another keeps, as a backward does: which pool a program
     uses, and which graphs there are, changes only in its turn. `handle` is the device's name for the pool.
 
-    Results that a graph keeps in place are in memory that no later capture of the pool gets, until the capture of their
-    last reader: a backward computes in the memory of saved values that it has read. An earlier capture may have used it
-    for its intermediates. `keeper_in_the_way` says whose results a replay could write to.
+    A later capture of the pool does not get the memory of kept results. The exception is their last reader, a backward,
+    which computes in the memory of saved values it has read; later captures may use that memory too. An earlier capture
+    may have used it for its intermediates. `keeper_in_the_way` names a graph with results that a replay could write to.
     """
 
     def __init__(self, device: Device, handle: Any = None, turn: Turn | None = None) -> None:
@@ -192,7 +192,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass
 class LastRead:
-    """Saved values that nothing but one backward reads, so that it computes in their memory.
+    """Saved values whose only reader is one backward. The backward reuses their memory once it has read them.
 
     `owning` are the inputs, by index, that own the memory: the program frees them at their last use while it is
     captured. `keeper` is the forward's graph.
@@ -226,10 +226,10 @@ _IN_A_LIST = _most_referenced(picker([0])(_probe))  # references to something th
 
 @dataclass(frozen=True, slots=True)
 class FastReplay:
-    """`fits` says whether a call is like the one before; then `run` is all of it.
+    """The replay of a call that is like the one before: `fits` says whether it is, and then `run` is all of it.
 
-    `seen` are the results that are tensors even if others are `Kept`; None if all are. `reads` are the outputs of a
-    forward that a backward reads where they are, without tensors for them.
+    `seen` are the results that are tensors even if others are `KeptValues`; None if all are. `reads` are the outputs of
+    a forward that a backward reads where they are, without tensors for them.
     """
 
     fits: Guard
@@ -275,7 +275,7 @@ class CapturedGraph:
         self._lent_at = Addresses(range(len(self._lent)), self._lent)
 
     def give_up(self, args: list[Any], places: Iterable[int]) -> LastRead | None:
-        """Let the pool have the memory of kept results that are inputs of a backward, as soon as that has read them.
+        """Give the memory of kept results back to the pool once the backward that takes them as inputs has read them.
 
         The inputs are put on memory that they do not own. None if something else holds them.
         """
@@ -333,7 +333,9 @@ class CapturedGraph:
             target.copy_(source)
 
     def free(self) -> None:
-        """Free the graph, as soon as nothing reads results whose memory is the pool's and not their own."""
+        """Free the graph. If results on the pool's memory are still read, wait until they are not
+        (`free_what_was_read`).
+        """
         self.is_freed = True
         in_use = self.outputs.are_kept_in_use
         if self.outputs.given_up_to is not None and in_use is not None and in_use():

@@ -51,7 +51,7 @@ from graphex.device import Device, StreamSet
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
-from graphex.runtime.buffers import Kept
+from graphex.runtime.buffers import KeptValues
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed, Code
 from graphex.torch_private.dynamo import (
@@ -146,13 +146,13 @@ class Program(ABC):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         """The results of a call that is a replay and nothing else; None if the program has to be called.
 
-        The forward of a training step may hand out what it keeps as one `Kept` behind its results, if that is no result
-        of those that are `seen`.
+        With `seen`, the forward of a training step may return None for the values that it keeps, and one `KeptValues`
+        behind its results, if none of the results that are `seen` is kept.
         """
         return None
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
-        """The same for a backward; `args` has None where it reads what the forward has kept."""
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
+        """`replayed` for a backward. `args` holds None where the backward reads a value that the forward kept."""
         return None
 
     def free(self) -> None:
@@ -174,7 +174,7 @@ class Around(Program):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         return self._program.replayed(args, seen=seen)
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         return self._program.replayed_from(kept, args)
 
     def free(self) -> None:
@@ -199,9 +199,9 @@ class Eager(Program):
 
 
 class Deferred(Program):
-    """A program that is made when it is first called, or by a thread beside something that comes before that call.
+    """A program that is built in its first call, or before that by a thread (`made_beside`).
 
-    Whoever makes it holds the lock of compilations: loading code changes Inductor's configuration for a moment.
+    The builder holds the lock of compilations: loading code changes Inductor's configuration for a moment.
     """
 
     def __init__(self, make: Callable[[], Program]) -> None:
@@ -247,7 +247,7 @@ class Deferred(Program):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         return self.made().replayed(args, seen=seen)
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         return self.made().replayed_from(kept, args)
 
     def free(self) -> None:
@@ -501,7 +501,7 @@ def repeated(written: list[int], known: dict[int, Count], *, elsewhere: bool) ->
 
 @contextmanager
 def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undo the writes that captured ops count: a capture computes nothing."""
+    """Restore version counters after a capture: its ops count writes although nothing is computed."""
     seen = [tensor for tensor in tensors if not tensor.is_inference()] if sets_versions() else []
     before = [tensor._version for tensor in seen]
     try:

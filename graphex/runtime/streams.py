@@ -1,8 +1,8 @@
 """Streams around a graph, between its pieces, and tried out for its branches.
 
 `ExternalStreams` orders a program with streams and events of the user's. Inside, their work runs on streams of the
-graph's own, captured or not. So a call starts behind the work that these streams have been given before, and they go on
-behind the call: from outside it looks as if the work had been done on them.
+graph's own, captured or not. A call waits for the earlier work of the user's streams, and they wait for the call: from
+outside it looks as if the work had been done on them.
 
 The streams of a graph that is cut meet at every cut, and part again behind it:
 
@@ -15,8 +15,8 @@ The streams of a graph that is cut meet at every cut, and part again behind it:
                   b = cos(a)  side; record("b", side); wait("b", current)
                   c = add(b, n)
 
-An event of the user's whose record and wait are in one piece stays. The order that any other one asks for is given by
-the cut. Further events are added as for a whole graph, from the reads and writes of the piece.
+A user's event stays if one piece both records it and waits for it. For every other event the cut gives the order.
+Further events are added as for a whole graph, from the reads and writes of the piece.
 
 With `auto_streams` there is a second version of a graph, with its branches on another stream, kept where it is faster
 (`Trial`). For each combination of sizes the first calls run the plain program. Then both are timed in turn on the
