@@ -37,6 +37,7 @@ from graphex.analysis.memory import bytes_of
 from graphex.config import CompilerConfig, options_of
 from graphex.ops import SPECS
 from graphex.passes.fuse import decided_about
+from graphex.records import Journal
 from graphex.regions.region import region_called
 from graphex.rewrite.base import runs_by_reference
 from graphex.torch_private.dynamo import DispatchMode
@@ -318,8 +319,9 @@ class GraphHistory:
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
 
-    def begin(self, graph_name: str, config: CompilerConfig) -> None:
-        self.made[graph_name] = CompiledGraphFacts(options_text(config), time.time())
+    def begin(self, graph_name: str, options: dict[str, str]) -> None:
+        """Take note that a graph is compiled now, with these options (`options_text`)."""
+        self.made[graph_name] = CompiledGraphFacts(options, time.time())
 
     def spend(self, graph_name: str, stage: str, seconds: float) -> None:
         if made := self.made.get(graph_name):
@@ -339,3 +341,8 @@ class GraphHistory:
         """Add a snapshot of the graph as it stands."""
         names = self._input_names.get(compile_id, [])
         self.graphs.setdefault(graph_name, Snapshots()).add([facts_of(node, aliases, names) for node in graph.nodes])
+
+
+def history_of(journal: Journal) -> GraphHistory:
+    """The history of a journal's graphs, empty where no report was asked for."""
+    return journal.history if isinstance(journal.history, GraphHistory) else GraphHistory()

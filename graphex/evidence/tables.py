@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from graphex.records import Activation, GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
 
 if TYPE_CHECKING:
-    from graphex.debug.history import GraphHistory, NodeFacts
+    from graphex.debug.history import NodeFacts
 
 
 WIDTH = 118  # where there is no terminal to ask
@@ -392,7 +392,7 @@ def step_parts(journal: Journal) -> Iterator[StepPart]:
             held -= of_compilation.pop()
         compiled = [each for each in journal.regions if each.graph == graph.graph and each.status != "slower"]
         remark = f"{len(compiled)} regions" if compiled else ""
-        curve = tuple(before + alive for alive in _curve(journal.history, graph.graph))
+        curve = tuple(before + alive for alive in _curve(journal, graph.graph))
         yield StepPart(graph.phase, graph.graph, graph.nodes, before, most, held, remark, curve)
     for optimizer in journal.optimizers:
         yield StepPart("optimizer", optimizer.optimizer, 0, held, 0, held, ", ".join(optimizer.changes))
@@ -404,9 +404,11 @@ def step_parts(journal: Journal) -> Iterator[StepPart]:
             yield StepPart("whole step", capture.graph, 0, 0, capture.reserved_bytes, 0, remark)
 
 
-def _curve(history: GraphHistory | None, graph: str) -> list[int]:
+def _curve(journal: Journal, graph: str) -> list[int]:
     """The bytes of intermediates over a graph as it runs, the most of each group of ops."""
-    snapshots = None if history is None else history.graphs.get(graph)
+    from graphex.debug.history import history_of
+
+    snapshots = history_of(journal).graphs.get(graph)
     if snapshots is None or not snapshots.taken:
         return []
     alive = intermediates([snapshots.nodes[place] for place in snapshots.taken[-1]])

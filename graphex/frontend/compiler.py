@@ -37,6 +37,7 @@ from graphex.cache.keys import machine_of
 from graphex.cache.warm import CallSearch, Found, HandedOver, look_up, look_up_call
 from graphex.config import CompilerConfig
 from graphex.debug.files import dump_graph, dumping_executable, write_output_code
+from graphex.debug.history import options_text
 from graphex.debug.orders import shuffled
 from graphex.device import kernel_runtime
 from graphex.env import collector_paused
@@ -308,7 +309,7 @@ def _note_graph(
     """Record a graph of these sizes; its name."""
     name = compilation.name_graph(phase)
     if history := compilation.journal.history:
-        history.begin(name, compilation.config)
+        history.begin(name, options_text(compilation.config))
     origin, sizes = compilation.origin, (phase, nodes, inputs, outputs, devices)
     compilation.journal.add(
         GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
