@@ -156,7 +156,7 @@ class Verdict:
 
 
 class Verifying(Around):
-    """Verifies its first call and then is `program`, or what verification left of it."""
+    """A layer that verifies the first call. After that it is `program`, or the program that verification left."""
 
     def __init__(self, original: GraphModule, runner: Runner, graph: ExecutableGraph, program: Program) -> None:
         super().__init__(program)
@@ -398,7 +398,7 @@ def _snapshots(original: GraphModule, runner: Runner) -> list[Snapshot]:
 
 
 def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
-    """Cut where a pass changes results on purpose: each piece must compute the same from end to end."""
+    """The snapshots, cut where a pass changes results on purpose: each segment computes the same from end to end."""
     segments: list[list[Snapshot]] = [[]]
     for snapshot in snapshots:
         if not snapshot.preserves_results:

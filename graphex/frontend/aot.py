@@ -150,7 +150,7 @@ def _graph_of(found: Found) -> GraphModule:
 
 
 def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextManager[object]:
-    """Load a backward beside the first call of its forward; before it, if that is captured: loading ends a capture."""
+    """Load a backward beside the first call of its forward. Before it, if that is captured: loading ends a capture."""
     runtime = kernel_runtime()
     is_captured = runtime is not None and runtime.is_current_stream_capturing()
     if is_captured or compilation.config.capture_first_call or is_warming_up():
@@ -159,7 +159,7 @@ def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextMan
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
-    """Triton, and the processes that compile the kernels of regions on a GPU, start while the graph is traced."""
+    """Start Triton, and the processes that compile the kernels of regions on a GPU, while the graph is traced."""
     is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
     if not is_on_gpu or not has_triton():
         return
@@ -306,7 +306,7 @@ class _Step:
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:
-    """A training step that takes tangents too, which AOTAutograd's has no rule for: Dynamo's graph runs as it is."""
+    """A training step that takes tangents too: AOTAutograd has no rule for them, so Dynamo's graph runs as it is."""
     boxed = not isinstance(gm, GraphModule)  # other modules are called with a list
     said = False
 
@@ -360,7 +360,7 @@ def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
 
 
 def _untraced(compile_phase: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward is compiled lazily, while autograd runs: Dynamo must trace neither the compiler nor its result."""
+    """A compiler of backwards that Dynamo does not trace, nor its result: it is called lazily, while autograd runs."""
 
     def compile_backward(*args: Any) -> Any:
         inner = disable(compile_phase, reason="the backward compiler is not traced")

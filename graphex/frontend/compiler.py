@@ -233,7 +233,7 @@ def _optimised(runner: Runner) -> Graph:
 
 @contextmanager
 def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
-    """A stretch of the compilation of a graph, timed for torch's tools and for the report."""
+    """A stage of the compilation of a graph, timed for torch's tools and for the report."""
     started = time.perf_counter()
     with compile_stage(f"graphex_{stage}"):
         yield
@@ -242,7 +242,7 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
 
 
 def _callbacks(original: GraphModule, runner: Runner | None) -> Callbacks:
-    """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
+    """Callbacks about a graph. `original` is how it was before all passes; a graph from the cache has no runner."""
 
     def dump_data(graph: ExecutableGraph) -> Boxed:
         config = graph.compilation.config
@@ -459,7 +459,7 @@ def handed_over(
 def _why_not_plain(
     graph: GraphModule, dynamo_graph: GraphModule, example_inputs: Sequence[Any], written: Sequence[int]
 ) -> str:
-    """The work of AOTAutograd around the calls of a graph, besides turning gradients off and counting writes."""
+    """The work that AOTAutograd does around a graph's calls, besides turning gradients off and counting writes."""
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     results = graph.graph.output_node().meta.get(RETURNED, len(_results(graph)))  # a forward also saves values
     if any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in example_inputs):

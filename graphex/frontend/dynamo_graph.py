@@ -74,7 +74,7 @@ _METHODS = {
 
 
 def keep_stream_calls(gm: GraphModule) -> None:
-    """Replace the calls in place."""
+    """Replace calls of streams' methods in Dynamo's graph by ops, in place."""
     changed = _place_by_set_stream(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_method" or node.target not in _METHODS or node.users:
@@ -116,7 +116,7 @@ def _place_by_set_stream(gm: GraphModule) -> bool:
 
 
 def _keep_record_stream(gm: GraphModule, node: Node, numbers: list[int | None]) -> bool:
-    """`tensor.record_stream(s)`"""
+    """Replace `tensor.record_stream(s)` by an op; whether it was one."""
     if len(numbers) != 2 or numbers[0] is not None or numbers[1] is None:
         return False
     label = label_of(stream_of(numbers[1]))
@@ -183,7 +183,7 @@ def _made_of(node: Node) -> set[Node]:
 
 
 def _is_known(node: Node) -> bool:
-    """Whether a node only computes, something of a fixed and moderate size."""
+    """Whether a node only computes, and its value has a fixed and moderate size."""
     sizes = getattr(node.meta.get("example_value"), "shape", ())
     is_small = all(isinstance(each, int) for each in sizes) and torch.Size(sizes).numel() <= LARGEST
     return node.op in ("call_function", "call_method") and node.target in _PURE and is_small
@@ -358,7 +358,7 @@ def attend(
 
 
 def _many_positions(query: Tensor) -> str:
-    """Why torch's own op is as good. Empty: it may not be."""
+    """Why torch's own op is as good; empty if it may not be."""
     positions = query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
@@ -366,7 +366,7 @@ def _many_positions(query: Tensor) -> str:
 
 
 def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Why the call must be torch's own: something that only torch's op knows about. Empty: nothing."""
+    """Why the call must be torch's own: it asks for something that only torch's op knows. Empty if it does not."""
     tensors = [query, key, value, *([] if mask is None else [mask])]
     if any(not isinstance(each, Tensor) or hasattr(type(each), "__tensor_flatten__") for each in tensors):
         return "an argument is no plain tensor"
@@ -385,7 +385,7 @@ def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
 
 
 def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
-    """Why the op does not take such tensors, or would not be faster for them. Empty: it does."""
+    """Why the op does not take such tensors, or would not be faster for them; empty if it does and may be."""
     if not query.dim() == key.dim() == value.dim() == 4:
         return "query, key and value do not have four dimensions"
     if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:

@@ -80,7 +80,7 @@ class Work:
 
     @cached_property
     def order_with_data(self) -> Order:
-        """The same where data dependencies count: for readers of a value that stay its readers."""
+        """The order of nodes where data dependencies count: for readers of a value that stay its readers."""
         return Order(self.graph)
 
     @cached_property
@@ -205,7 +205,7 @@ class Motion:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def unknown(self, nodes: Iterable[Node]) -> Refusal | None:
-        """Nodes that a rewrite of the pass has made are not in the facts."""
+        """Refuse nodes that a rewrite of the pass has made: they are not in the facts."""
         if all(map(self.aliases.knows, nodes)):
             return None
         return Refusal("it needs the result of another rewrite of this pass")
@@ -306,7 +306,7 @@ def where(node: Node) -> Hashable:
 
 
 def elsewhere(one: Node, other: Node) -> Refusal | None:
-    """Two nodes become one only if they run on one stream, in one epoch of it, under the same core limits."""
+    """Why two nodes cannot become one: they run on two streams, in two epochs of one, or under other core limits."""
     if where(one) == where(other):
         return None
     if placement(one) != placement(other):

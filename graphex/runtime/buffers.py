@@ -88,7 +88,7 @@ class Copies:
 
 
 class _Together:
-    """The same in one launch."""
+    """Copies between such lists in one launch."""
 
     def __init__(self, fixed: Sequence[Tensor]) -> None:
         self._fixed = list(fixed)
@@ -142,11 +142,11 @@ _ALIGNMENT = 512  # what a device's allocator gives; kernels are chosen by it
 
 
 class InputBuffer:
-    """The graph reads `view`; each call copies its tensor, as `source` gives it, into `target`.
+    """A private buffer of one input: the graph reads `view`, and each call copies its tensor into `target`.
 
     The strides of the input are kept, gaps included, because the graph was compiled for them. An expanded dimension
-    (stride 0) holds one element that is copied once. For a conjugate view, the buffer's memory holds the conjugate too,
-    because the graph was traced for one.
+    (stride 0) holds one element that is copied once: `source` gives the part of a call's tensor that is copied. For a
+    conjugate view, the buffer's memory holds the conjugate too, because the graph was traced for one.
     """
 
     def __init__(self, like: Tensor, memory: Tensor | None) -> None:
@@ -246,7 +246,7 @@ _STAYING = (OutputKind.IN_PLACE, OutputKind.LENT, *_WATCHED)
 
 @dataclass(frozen=True)
 class Constant:
-    """Not a tensor, or one without memory: the same in every call."""
+    """A result that is no tensor, or one without memory: the same in every call."""
 
     value: Any
 
@@ -286,14 +286,14 @@ class PartOfInput:
 
 @dataclass(frozen=True)
 class Copied:
-    """The copy of `source`, as it is."""
+    """A result that is the whole copy of `source`."""
 
     source: int
 
 
 @dataclass(frozen=True)
 class Window:
-    """A view of the copy of a whole storage."""
+    """A result that is a view of the copy of a whole storage."""
 
     source: int
     view: View
@@ -330,7 +330,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
+    """A result that is the graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
     value: Tensor
     kind: OutputKind
@@ -338,7 +338,7 @@ class InPlace:
 
 
 class KeptValues:
-    """Stands for the values that one replay has kept for its backward: they are in use as long as this lives."""
+    """A stand-in for the values that one replay has kept for its backward: they are in use as long as it lives."""
 
     __slots__ = ("__weakref__", "outputs")
 
@@ -410,7 +410,7 @@ class OutputPlan:
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
 
     def settle(self) -> None:
-        """Called when only this plan and the graph hold the outputs."""
+        """Find out which results stay with the graph. Call it when only this plan and the graph hold the outputs."""
         self._plan = [
             InPlace(step.value, step.kind, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
@@ -505,7 +505,7 @@ class OutputPlan:
 
 
 class PuttingBack(OutputPlan):
-    """The same for a graph that has written to copies of the inputs `put_back`: their values go back to the inputs."""
+    """The plan of a graph that writes to copies of the inputs `put_back`: `take` copies their values to the inputs."""
 
     _may_keep_unseen = False
 
@@ -534,7 +534,7 @@ def _laid_out(unlaid: Unlaid, value: Tensor) -> LaidOut:
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
-    """`clone`, half the work for the host, if that copies everything about the tensor."""
+    """The `clone` of a tensor, half the work for the host; None if it does not copy everything about the tensor."""
     return source.clone if not source.storage_offset() and not any(marks_of(source)) else None
 
 
@@ -580,7 +580,7 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
 
 
 def _without_owning(plan: list[Any], given_up: Container[int]) -> list[Any]:
-    """The steps of a plan, with what is kept in memory at these addresses on borrowed storages, one for each."""
+    """The steps of a plan, where kept values at these addresses borrow their memory, and do not own it."""
     memory: dict[int, Tensor] = {}
     found: list[Any] = []
     for step in plan:

@@ -124,7 +124,7 @@ class CapturedProgram(program.GraphProgram):
         weakref.finalize(self, self._store.free).atexit = False
 
     def _share_with_step(self, graph: program.ExecutableGraph) -> None:
-        """A forward says where it keeps what it saves; a backward looks there."""
+        """Tell the backward where the forward keeps what it saves."""
         self._saved = graph.saved if graph.phase == "backward" else None
         self._received: list[int] = []  # inputs that the forward's graphs keep
         self._in_use = 0  # calls that found kept results in use
@@ -156,7 +156,7 @@ class CapturedProgram(program.GraphProgram):
         return self._run(args)
 
     def run_in_between(self, args: list[Any]) -> Any:
-        """Run a call that is made in the middle of another one, which the graphs and their memory belong to."""
+        """Run a call eagerly that is made in the middle of another one, which uses the graphs and their memory."""
         self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
         return self._run(args)
 
@@ -203,7 +203,7 @@ class CapturedProgram(program.GraphProgram):
         return results
 
     def _fast(self, graph: CapturedGraph, key: CaptureKey, seen: frozenset[int] | None) -> FastReplay:
-        """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
+        """The fast replay of calls that are like this one and do not come through AOTAutograd's wrappers."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
         fits = make_guard(self._guards, key, stream, graph.checked, values)
@@ -213,7 +213,7 @@ class CapturedProgram(program.GraphProgram):
         return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
     def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
-        """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
+        """The results of a backward whose graph reads the kept values where they are; None if it has to be called."""
         turn = self._turn
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
@@ -358,7 +358,7 @@ class CapturedProgram(program.GraphProgram):
         return True
 
     def _leave_pool(self) -> None:
-        """Results of another graph are in use when this one is called, so both need memory of their own."""
+        """Take a memory pool of its own: results of another graph are in use when this one is called."""
         self._store.free()
         self._pool = self._new_pool()
         what = "the graph has a memory pool of its own"
@@ -392,7 +392,7 @@ class CapturedProgram(program.GraphProgram):
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
     def _remember(self, key: CaptureKey, args: list[Any]) -> None:
-        """This call warms up. A tensor that is the same object in the next call has a place of its own."""
+        """Note a call that warms up. A tensor that is the same object in the next call has a place of its own."""
         self._seen[key] = {index: weakref.ref(args[index]) for index in self._plan.plain}
         if len(self._seen) > max(REMEMBERED, self._limit):
             self._seen.popitem(last=False)
@@ -437,7 +437,9 @@ class CapturedProgram(program.GraphProgram):
         return graph
 
     def _look_for_gradients(self, args: Sequence[Any]) -> None:
-        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards."""
+        """Choose the pool of a first capture. A loop that zeroes gradients after the forward needs another pool for
+        backwards.
+        """
         if len(self._store):
             return
         if self._saved is not None:
@@ -470,7 +472,7 @@ class CapturedProgram(program.GraphProgram):
         return id(first)
 
     def _give_up(self, key: CaptureKey, error: Exception) -> None:
-        """The key runs eagerly from now on; the whole graph does if nothing of it was ever captured."""
+        """Run the key eagerly from now on, and the whole graph if nothing of it was ever captured."""
         if len(self._failed) < REMEMBERED:
             self._failed.add(key)
             self._gave_up = not self._counter["captured"]
@@ -523,7 +525,7 @@ def _counting(places: list[int]) -> Picker | None:
 
 
 def _without_modes(run: ReplayBody, args: Sequence[Any]) -> Any:
-    """A TorchFunctionMode has seen the user's calls when they were captured; the copies of a replay are not theirs."""
+    """Run a replay where no TorchFunctionMode sees it: modes saw the user's calls when these were captured."""
     if not modes_enabled():
         return run(args)
     with without_modes():
@@ -531,7 +533,7 @@ def _without_modes(run: ReplayBody, args: Sequence[Any]) -> Any:
 
 
 class HeldResults:
-    """`clone_output=False` hands out the device graph's own memory: warns before held results are overwritten."""
+    """Warnings for `clone_output=False`, which hands out the graph's own memory: held results will be overwritten."""
 
     def __init__(self, compilation: Compilation, graph_name: str, names: list[str], *, shares_pool: bool) -> None:
         self._compilation, self._graph_name, self._names = compilation, graph_name, names
@@ -540,7 +542,7 @@ class HeldResults:
         self._last: OutputPlan | None = None
 
     def watch(self, outputs: OutputPlan) -> None:
-        """Called before each replay. Graphs of one pool overwrite each other's results; others only their own."""
+        """Warn before a replay. Graphs of one pool overwrite each other's results; others only their own."""
         last, self._last = self._last if self._shares_pool else outputs, outputs
         if last is None or not last.may_be_held:
             return
@@ -555,7 +557,7 @@ class HeldResults:
 
 
 def _free_if_idle(owner: weakref.ref[CapturedProgram], ident: int) -> None:
-    """Called when a parameter dies, at any time and in any thread: what is in use is left alone."""
+    """Free the graphs of a parameter that dies, at any time and in any thread: what is in use is left alone."""
     capturing = owner()
     if capturing is None:
         return

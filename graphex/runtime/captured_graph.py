@@ -87,13 +87,13 @@ class Pool:
         self._left: set[int] = set()  # keepers whose graphs are freed, and whose results were in use then
 
     def enter(self, number: int, outputs: OutputPlan) -> None:
-        """A graph was captured; its number is that of its capture."""
+        """Add a graph that was captured; its number is that of its capture."""
         self.graphs += 1
         if outputs.are_kept_in_use is not None:
             self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
-        """A graph is freed. Results of it that are in use stay where they are, and in the way of others."""
+        """Drop a graph that is freed. Results of it that are in use stay where they are, and in the way of others."""
         self.graphs -= 1
         if _is_in_use(self.keepers.get(number)):
             self._left.add(number)
@@ -121,13 +121,13 @@ class Pool:
 
     @property
     def handle(self) -> Any:
-        """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
+        """The device's pool. One that no graph uses any more may be gone, so the next graph gets a new one."""
         if self._handle is None or (self.graphs == 0 and not self._is_given):
             self._handle = self._device.pool()
         return self._handle
 
     def split(self) -> None:
-        """Gradients are there when a forward is called: no forward may write to them, so backwards get another pool."""
+        """Give backwards another pool: gradients are there when a forward is called, which may not write to them."""
         self._for_backwards = self._for_backwards or Pool(self._device, turn=self.turn)
 
     @property
@@ -139,7 +139,7 @@ class Pool:
         self.wait_for_last_replay_on(self._device.stream())
 
     def wait_for_last_replay_on(self, stream: Any) -> None:
-        """The same; `stream` is the current stream."""
+        """Let `stream`, which is the current one, wait for the last replay of this pool."""
         if stream == self.stream:
             return
         if self._lasts:
@@ -204,7 +204,7 @@ class LastRead:
     _read: Picker
 
     def put_into(self, args: list[Any]) -> frozenset[int]:
-        """Hand the owning tensors over; their places."""
+        """Hand the owning tensors over to a list of inputs. Returns their places."""
         places = frozenset(self.owning)
         while self.owning:
             index, value = self.owning.popitem()

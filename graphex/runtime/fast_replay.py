@@ -111,7 +111,7 @@ class _Seen(threading.local):
 
 
 class Bypass(Around):
-    """Stands between AOTAutograd and a program, and lets replays go past AOTAutograd's runtime wrappers.
+    """A layer between AOTAutograd and a program, by which replays go past AOTAutograd's runtime wrappers.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  program      until a call shows that the program gets Dynamo's inputs,
                                                              and Dynamo the program's results, as they are
@@ -187,7 +187,7 @@ class SavedValues(NamedTuple):
 
 
 class StepBypass(Bypass):
-    """The same for a training step: its forward and its backward.
+    """The bypass of a training step: of its forward and its backward.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  AOTAutograd's function for autograd     if a call is no replay
         Dynamo  ->  replay of the forward   ->  `CompiledFunction`                      if it is
@@ -205,7 +205,7 @@ class StepBypass(Bypass):
         self.backward: Program | None = None
 
     def complete(self, step: PlainStep | None, backward: Program) -> None:
-        """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
+        """Take the compiled backward. `step` is None if AOTAutograd's wrapper does more than hand over."""
         self.backward = backward
         self.constant = picker(() if step is None else step.constant)
         self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")

@@ -112,7 +112,7 @@ def _packed(numbers: Sequence[int]) -> bytes:
 
 
 def _forget(identities: bytearray, gone: object) -> None:
-    """Called when one of the objects dies: no object is at address 0, so no later one is taken for it."""
+    """Zero the identities when one of the objects dies: no object is at address 0, so no later one is taken for it."""
     identities[:] = bytes(len(identities))
 
 
@@ -144,7 +144,7 @@ def runs(indices: Sequence[int]) -> list[slice]:
 
 
 class CaptureKey(NamedTuple):
-    """Tells one captured graph of a program from another (see `capture_plan`).
+    """The key of a call, which tells one captured graph of a program from another (see `capture_plan`).
 
     `switches` choose kernels, less those of libraries that the graph does not call; `settings` are the device's.
     """
@@ -166,7 +166,7 @@ class ReplayGuards:
         self._has_settings = type(device).settings is not Device.settings
 
     def questions(self, stream: Any) -> tuple[Question, ...]:
-        """For a call on a stream that an earlier call was made on."""
+        """The questions for a call on a stream that an earlier call was made on."""
         device = self._device
         settings = (device.settings,) if self._has_settings else ()
         captures = (device.is_capturing,) if device.can_capture_on(stream) else ()

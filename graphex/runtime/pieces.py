@@ -336,12 +336,12 @@ def _levels(graph: Graph, before: dict[Node, set[Node]], free: set[Node], outsid
 
 
 def _is_part_of(node: Node, outside: set[Node]) -> bool:
-    """A part of a tuple is where the tuple is."""
+    """Whether a node is a part of a tuple that is made outside: it is where the tuple is."""
     return node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0] in outside
 
 
 def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
-    """The nodes of captured pieces that are not worth it."""
+    """The nodes of captured pieces with too few kernels."""
     pieces: dict[int, list[Node]] = {}
     for node, level in levels.items():
         if node not in free and level % 2:
@@ -440,7 +440,7 @@ TIMED_CALL = 3  # the first warms up, the second captures
 
 @dataclass(frozen=True)
 class PieceCall:
-    """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards.
+    """One step of a call: `run` takes the slots `reads` and fills `writes`; `frees` are not needed afterwards.
 
     `in_between` does the same without the memory in which captured pieces hand values on.
     """
@@ -454,7 +454,7 @@ class PieceCall:
 
 
 class Piecewise(GraphProgram):
-    """Runs the pieces one after the other.
+    """A program that runs the pieces of a graph one after the other.
 
     Pieces hand values to each other in the memory of their device graphs, so one call at a time. A call in the middle
     of another, by a finalizer or a signal handler, replays nothing.
@@ -537,7 +537,7 @@ class Piecewise(GraphProgram):
             program.free()
 
     def _timed(self, run: Boxed, given: list[Any]) -> Any:
-        """Once, the time that is spent outside of device graphs is measured."""
+        """Run a piece outside of device graphs, and count the time that it takes."""
         self._device.synchronize()
         started = time.perf_counter()
         results = run(given)

@@ -161,7 +161,7 @@ class Program(ABC):
 
 
 class Around(Program):
-    """A layer around a program, which is asked everything that the layer does not answer itself."""
+    """A layer around a program. It hands on every question that its class does not answer itself."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.written)
@@ -333,7 +333,7 @@ _NOTES = "graphex captures held back"
 
 @contextmanager
 def captures_held_back(note: Note) -> Iterator[None]:
-    """Graphs run as generated code, because something around them is captured.
+    """Inside, graphs run as generated code, because something around them is captured.
 
     `note` sees the inputs of each that this thread runs, or a backward of this thread.
     """
@@ -351,7 +351,7 @@ def captures_held_back(note: Note) -> Iterator[None]:
 
 
 def note(args: list[Any]) -> None:
-    """Show the inputs of a graph to whatever holds captures back around it."""
+    """Show the inputs of a graph to the innermost `note` of `captures_held_back`."""
     for see in of_thread(_NOTES)[-1:]:
         see(args)
 
@@ -381,7 +381,7 @@ def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:
 
 @contextmanager
 def restored(tensors: list[Tensor]) -> Iterator[None]:
-    """Put back the values that these tensors have now, whatever is written to them inside."""
+    """Put back, in the end, the values that these tensors have now."""
     before = [tensor.clone() for tensor in tensors]
     try:
         yield
