@@ -9,10 +9,9 @@ that divide them all:
 
     int64[1], bfloat16[8], bool[16]   ->   int64[1], int64[2], int64[2]
 
-How a result gets out is its `OutputKind`.
-
-A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
-A large product at the end of a graph is `Computed` after the replay instead, into new memory, and is not copied at all.
+The `OutputKind` of a result says how it gets out. A result that a region has computed in padded rows is copied once,
+from these into the strides that the graph promises. A large product at the end of a graph is `Computed` after the
+replay instead, into new memory, and is not copied at all.
 
 A result that lives in an input is returned as that part of the input of *this* call, always. Where the graph has
 written to a copy of an input, the new value is put back first.
@@ -357,10 +356,6 @@ class KeptValues:
         return [next(kept) if value is None else value for value in args], missing
 
 
-def _nothing() -> None:
-    return None
-
-
 class OutputPlan:
     """How each output leaves the graph's memory. The plan is made once, at capture; `take` runs after every replay.
 
@@ -374,7 +369,7 @@ class OutputPlan:
         self, outputs: Sequence[Any], kinds: Kinds, inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
     ) -> None:
         self.given_up_to: int | None = None  # graphs of the pool may compute in the kept memory from this capture on
-        self._last_kept: Callable[[], KeptValues | None] = _nothing  # of the last replay
+        self._last_kept: Callable[[], KeptValues | None] = lambda: None  # of the last replay
         self.was_looked_at = True  # tensors on kept memory were handed out since the last replay
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
