@@ -25,7 +25,7 @@ from graphex.frontend.origin import note_breaks_without_graph, origin_of
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
-from graphex.runtime.native import load_in_background
+from graphex.runtime.guards import load_in_background
 from graphex.torch_private import dynamo, frames
 from graphex.torch_private.aot import is_compiled_ahead
 from graphex.torch_private.frames import compiled_frame

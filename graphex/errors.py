@@ -155,8 +155,8 @@ class Refusal:
     """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
 
     A kernel that does not take a call answers with one too: then the op's reference runs.
-    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
-    `expected`: the program itself says so, by reading a value again for one. It is not worth a record.
+    `nothing_lost`: the code is as good without the rewrite; the place is recorded and not counted. `expected`: the
+    program itself rules the rewrite out (for example, it reads the value again), so nothing is recorded.
     """
 
     reason: str

@@ -69,11 +69,10 @@ from graphex.records import (
     RuleTried,
 )
 from graphex.regions.compiler import RegionCode, compile_region, settings
-from graphex.regions.region import Promises, Region
+from graphex.regions.region import Promises, Region, region_called
 from graphex.regions.stage import NOTHING, region_record
-from graphex.runtime.buffers import Kept
-from graphex.runtime.codegen import region_called
-from graphex.runtime.program import ExecutableGraph, Program, held_back
+from graphex.runtime.buffers import KeptValues
+from graphex.runtime.program import Around, ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.inductor import known_instruction_set, packed_code, runner_of, unpacked_code
@@ -185,8 +184,8 @@ def artefact_of(
     made.constants = _own_constants(gm, made, given)
     numbers: dict[int, int] = {}
     for node in gm.graph.find_nodes(op="call_module"):
-        region = gm.get_submodule(str(node.target))
-        if not isinstance(region, Region):
+        region = region_called(gm, node)
+        if region is None:
             raise CannotStoreError(f"'{node.name}' calls a module")
         if id(region.code) not in numbers:
             numbers[id(region.code)] = len(made.codes)
@@ -387,14 +386,12 @@ def compiled_in_background(graph: ExecutableGraph, program: Program) -> Program:
     return Awaiting(graph, program, list(found.values())) if found else program
 
 
-class Awaiting(Program):
+class Awaiting(Around):
     """A program whose regions get their code between two calls."""
 
     def __init__(self, graph: ExecutableGraph, program: Program, kinds: Kinds) -> None:
-        super().__init__(program.written)
-        self.is_whole, self.may_replay = program.is_whole, program.may_replay
-        self.reads_numbers = program.reads_numbers
-        self._graph, self._program, self._kinds = graph, program, kinds
+        super().__init__(program)
+        self._graph, self._kinds = graph, kinds
         self._began = time.perf_counter()
         self._calls = 0
         self._codes: list[RegionCode | Refusal] | None = None  # None until they are there, and after they are in use
@@ -411,19 +408,16 @@ class Awaiting(Program):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed(args, seen=seen)
+        results = super().replayed(args, seen=seen)
         self._calls += results is not None
         return results
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed_from(kept, args)
+        results = super().replayed_from(kept, args)
         self._calls += results is not None
         return results
-
-    def free(self) -> None:
-        self._program.free()
 
     def _wait(self) -> None:
         """In a thread of its own: have the regions compiled, and load their code."""

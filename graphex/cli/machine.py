@@ -146,10 +146,10 @@ def _compiler() -> Finding:
 def _replay_check() -> Finding:
     """Compile the check that decides in every call on a GPU whether it is a replay."""
     from graphex.errors import one_line
-    from graphex.runtime import native
+    from graphex.runtime import guards
 
     try:
-        native.load()
+        guards.load()
     except Exception as error:
         advice = "install g++ and Python's headers, or set CXX; until then a replay costs the host more"
         return Finding("replay check", "missing", f"done in Python, not in C++: {one_line(error)}", advice)

@@ -21,7 +21,7 @@ import torch
 
 from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
 from graphex.backend import get_backend
-from graphex.debug.history import GraphHistory
+from graphex.debug.history import GraphHistory, history_of
 from graphex.debug.tensors import clone_together, is_plain
 from graphex.debug.verify import RandomState
 from graphex.env import path_of_rank, write_named
@@ -31,7 +31,8 @@ from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherw
 from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
 from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
-from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
+from graphex.quoting import json_text
+from graphex.records import Journal, NearMiss, Refused, Rewrote
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
 from graphex.torch_private.frames import attempts, backend_of, code_of, given_up_since
 from graphex.torch_private.symbolic import pytree
@@ -84,8 +85,8 @@ class Report:
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
         gone = self.journal.replaced
-        made = [record for record in self.journal.of(Rewrote) if record.rule == name]
-        rewrites = tuple(filter(self.journal.is_kept, made))
+        made = any(record.rule == name for record in self.journal.of(Rewrote))
+        rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(each for each in self.journal.refusals if each.rule == name and each.graph not in gone)
         misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
         if not (made or refusals or misses):
@@ -122,7 +123,7 @@ class Report:
     @property
     def rounding(self) -> tuple[str, ...]:
         """Those of `differences` that the types of the computation explain, the largest first."""
-        step = _coarsest_step(self.journal.history)
+        step = _coarsest_step(history_of(self.journal))
         found = [each for each in self._comparison.differences if each.is_rounding(step)]
         return tuple(map(str, sorted(found, key=lambda each: -each.error)))
 
@@ -234,7 +235,7 @@ def explain(
     for function, why in given_up_since(known):
         backend.journal.add(broke(function, why, graph="-"))
     note_breaks_without_graph(backend.journal, code_of(compiled), backend_of(compiled))
-    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(backend.journal.history))
+    worst = replace(worst, not_compared=worst.not_compared + _kept_by_custom_ops(history_of(backend.journal)))
     return Report(_name(model), backend.journal, rule_names(backend.config), outputs, eager_outputs, calls, worst)
 
 
@@ -336,10 +337,10 @@ def _kept_by_custom_ops(history: GraphHistory) -> tuple[NotCompared, ...]:
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)
 
 
-def _coarsest_step(history: GraphHistory | None) -> float:
+def _coarsest_step(history: GraphHistory) -> float:
     """The step of the coarsest float type that a value is rounded to and computed on with; 0 where nothing is known."""
     types: set[torch.dtype] = set()
-    for snapshots in history.graphs.values() if history is not None else ():
+    for snapshots in history.graphs.values():
         calls = [facts for facts in snapshots.nodes if facts.op == "call_function"]
         read = {name for facts in calls for name in facts.inputs}
         types.update(dtype for facts in calls if facts.name in read for dtype in facts.types)

@@ -143,7 +143,7 @@ class TracedSizes:
         self._broken = lru_cache(maxsize=1024)(self._find_broken)
 
     def check(self, given: Sequence[Any], *, exported: bool = False) -> None:
-        """An exported graph checks its sizes itself, and not its strides."""
+        """Refuse sizes and strides that the graph was not traced for. An exported graph checks its sizes itself."""
         sizes = tuple(
             given[place].shape[dim] if isinstance(given[place], torch.Tensor) else given[place]
             for place, dim, _ in self._sizes
@@ -289,7 +289,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _traced_kind(value: torch.Tensor) -> str:
-    """A fake tensor stands for a plain one."""
+    """The `_kind` of tensors that a graph was traced with: a fake tensor stands for a plain one."""
     return _KINDS[marks_of(value)] if isinstance(value, FakeTensor) else _kind(value)
 
 

@@ -127,7 +127,7 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
 
 
 def leave_out_unread(joint: GraphModule) -> None:
-    """Do not hand running statistics to the derivative of a batch norm that trains: it reads those of the batch."""
+    """Take running statistics from the derivative of a batch norm that trains: it reads those of the batch."""
     for node in joint.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if len(node.args) == 10 and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
@@ -389,7 +389,7 @@ class _Layout:
         return all(map(known_contiguous, values))
 
     def _read(self, reader: Node, value: Node, layout: torch.memory_format) -> None:
-        """Have a node read a value in a layout, by a copy if it has another one."""
+        """Let a node read a value in a layout, by a copy if it has another one."""
         found, is_wanted = value.meta["val"], layout is torch.channels_last
         if not isinstance(found, Tensor) or (is_wanted and (found.dim() != 4 or not known_contiguous(found))):
             return

@@ -368,7 +368,7 @@ class Planner:
             self._is_claimed(node),
             self._no_kernel(rule, group[0].node),
             self._is_used_elsewhere(node, y, group),
-            self._written([Read(each, node) for each in node.all_input_nodes], group[0].node),
+            self.motion.written_between([Read(each, node) for each in node.all_input_nodes], group[0].node),
         )
         return None if refused else node
 
@@ -438,16 +438,9 @@ class Planner:
         reads = [Read(each, linear.node) for each in (*linear.operands, plan.x)]
         if plan.before is not None:
             reads = [*reads[:-1], *(Read(each, plan.before) for each in plan.before.all_input_nodes)]
-        return self._written(reads, add)
+        return self.motion.written_between(reads, add)
 
     # -- what is known -----------------------------------------------------------------------------------------------
-
-    def _written(self, reads: list[Read], place: Node) -> Refusal | None:
-        """Why values cannot be read at `place` instead of earlier: one is written in between. None if none is."""
-        for operand, reader in reads:
-            if self.motion.writer_between(operand, reader, place):
-                return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)
-        return None
 
     def _is_claimed(self, node: Node) -> Refusal | None:
         return Refusal(f"your rule '{self.claimed[node]}' takes it", node) if node in self.claimed else None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
@@ -253,6 +253,12 @@ class Region(torch.nn.Module):
     def _symbols(self, given: Sequence[Any]) -> Symbols:
         """The value of every symbol that is a size or a stride of an input, or an input."""
         return {symbol: read(given[place]) for symbol, place, read in self._known}
+
+
+def region_called(gm: GraphModule, node: Node) -> Region | None:
+    """The compiled region that a node calls; None for every other node."""
+    found = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return found if isinstance(found, Region) else None
 
 
 def _lookups(body: GraphModule) -> list[Lookup]:

@@ -55,7 +55,7 @@ from graphex.quoting import (
     remark,
     value_text,
 )
-from graphex.regions.region import Region
+from graphex.regions.region import Region, region_called
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.graphs import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS, is_writable
@@ -431,12 +431,6 @@ class _Writer:
         names = [self.names[value] for value in values if value.op != "get_attr" and not does_nothing(value)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
-
-
-def region_called(gm: GraphModule, node: Node) -> Region | None:
-    """The compiled region that a node calls; None for every other node."""
-    found = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, Region) else None
 
 
 def regions_of(gm: GraphModule) -> dict[str, Region]:

@@ -20,7 +20,7 @@ from graphex import env
 from graphex.env import LARGEST, ChoiceFile, cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
 from graphex.kernels.tuning import Candidate, Tuner
-from graphex.runtime import native
+from graphex.runtime import guards
 
 NOBODY = 65534
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
@@ -98,18 +98,18 @@ def compiler(in_cpp, native_folder, monkeypatch, tmp_path) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     return log
 
 
 def load() -> tuple[bool, list[str]]:
     """Whether the compiled code answers, and what was said on the way."""
-    native.fits = None
+    guards.fits = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        native.load()
-    assert native.fits is not None
-    answers = native.fits((), (), b"", b"", b"", bytearray(), ()) is True
+        guards.load()
+    assert guards.fits is not None
+    answers = guards.fits((), (), b"", b"", b"", bytearray(), ()) is True
     return answers, [str(each.message) for each in caught if issubclass(each.category, GraphexWarning)]
 
 
@@ -207,7 +207,7 @@ def test_processes_that_compile_at_once_leave_one_file(compiler, tmp_path):
 
 def _die_writing() -> None:
     os.replace = lambda *_, **__: os._exit(3)  # type: ignore[assignment]
-    native.load()
+    guards.load()
 
 
 def test_a_process_that_dies_while_it_writes_leaves_nothing_in_its_place(compiler):
