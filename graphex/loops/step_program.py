@@ -41,7 +41,7 @@ from graphex.loops.observation import Observation, comparable, holds_tensors, ma
 from graphex.loops.step_state import SPARSE, Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.captured_graph import Pool, waiting_for_no_turn
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import inside, is_seen_by_a_mode, of_thread, profiler_enabled
 from graphex.torch_private.lookup import MissingNameError, check_required
@@ -497,7 +497,12 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
         torch.clear_autocast_cache()  # what was cast before would be read where it was
-        with captures_held_back(_nothing), state.rates_as_tensors(_nothing), state.deferring(deferred, _nothing):
+        with (
+            captures_held_back(_nothing),
+            state.rates_as_tensors(_nothing),
+            state.deferring(deferred, _nothing),
+            waiting_for_no_turn(),
+        ):
             run = partial(self._call, *args, **kwargs)
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()
