@@ -447,14 +447,18 @@ class StepState:
     def _told(self, calls: list[Callable[[], Any]], read: Callable[[str], None], method: Callable[[], Any]) -> Any:
         def now() -> Any:
             read("asks a scheduler for the learning rate; ask it outside of the step")
-            for rates in self._rates.values() if calls else ():
-                rates.give_back()  # the scheduler is to change numbers
-            while calls:
-                calls.pop(0)()
-            self._counted = list(map(_calls_of, self.found.deferred))
+            self.catch_up(calls)
             return method()
 
         return now
+
+    def catch_up(self, calls: list[Callable[[], Any]]) -> None:
+        """Make the calls that were put off."""
+        for rates in self._rates.values() if calls else ():
+            rates.give_back()  # a scheduler is to change numbers
+        while calls:
+            calls.pop(0)()
+        self._counted = list(map(_calls_of, self.found.deferred))
 
 
 def _accumulates(parameter: Tensor) -> bool:
