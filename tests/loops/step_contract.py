@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from inspect import CO_GENERATOR
 from pathlib import Path
 from typing import Any
@@ -1317,7 +1317,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
 @pytest.mark.parametrize("form", ["parts", "function"])
-def test_a_method_that_is_replaced_on_a_class_is_called(where, form, monkeypatch):
+@pytest.mark.parametrize("other", [lambda self, x: x.sin() * 5, partialmethod(lambda self, by, x: x.sin() * by, 5)])
+def test_a_method_that_is_replaced_on_a_class_is_called(where, form, other, monkeypatch):
     mine, theirs = model_on(where, Scaled), model_on(where, Scaled)
     plain = written_out(theirs, adam(theirs))
     step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
@@ -1325,7 +1326,7 @@ def test_a_method_that_is_replaced_on_a_class_is_called(where, form, monkeypatch
         step = graphex.train_step(written_out(mine, adam(mine)))
     batches = points(where, 12)
     assert trained(step, batches[:6]) == pytest.approx(trained(plain, batches[:6]))
-    monkeypatch.setattr(Scaled, "scaled", lambda self, x: x.sin() * 5)
+    monkeypatch.setattr(Scaled, "scaled", other)
     assert trained(step, batches[6:]) == pytest.approx(trained(plain, batches[6:]))
     assert "'Scaled.scaled' was replaced, and compiled code does not see that" in reasons(step)
 
