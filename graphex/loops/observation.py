@@ -23,6 +23,7 @@ and walks only if one differs.
 
 from __future__ import annotations
 
+import dis
 import linecache
 import pickle
 import random
@@ -35,13 +36,13 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphex.cache.sources import names_in
+from graphex.cache.sources import codes_in, names_in
 from graphex.errors import users_frame
 from graphex.ops import SPECS
 from graphex.torch_private.dynamo import DispatchMode
@@ -332,6 +333,7 @@ class Reached:
         self._roots, self._kinds = list(roots), kinds
         self._tokens: dict[int, tuple[Callable[[], Any], int]] = {}
         self._next_token = 0
+        self._codes: list[CodeType] = []
         self._own: frozenset[str] = frozenset()
         self._changed_before: frozenset[str] = frozenset()
         self._versions: dict[Hashable, int] = {}
@@ -374,6 +376,11 @@ class Reached:
             name: value for name, value in self.values.items() if name not in self._own and not name.startswith(grows)
         }
 
+    def line_with(self, name: str) -> str:
+        """The first line of a function that is reached in which an argument, a variable or a key has this name."""
+        places = (place for code in self._codes for place in _places_of(name, code))
+        return _text(next(places, None))
+
     def look_after_run(self) -> str:
         """The name of a value that this run of the step has changed; empty if there is none."""
         before = self.values
@@ -387,7 +394,7 @@ class Reached:
 
     def _walk(self) -> None:
         self.values: dict[str, Hashable] = {}
-        self.things, self._reads = [], []
+        self.things, self._reads, self._codes = [], [], []
         self._version = None
         self._tokens = {place: known for place, known in self._tokens.items() if known[0]() is not None}
         held: list[Any] = []
@@ -405,6 +412,8 @@ class Reached:
             left -= not in_module
             if isinstance(thing, _CONTAINERS):
                 self.values[f"{_LENGTH}{name}"] = len(thing)
+            if isinstance(thing, FunctionType):
+                self._codes.append(thing.__code__)
             for names, read in _sources(name, thing):
                 values = list(read())
                 self._reads.append(read)
@@ -537,6 +546,14 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not bound yet
         return _ABSENT
+
+
+def _places_of(name: str, code: CodeType) -> Iterator[Place]:
+    for inside in codes_in(code):
+        for each in dis.get_instructions(inside):
+            named = inside.co_consts[each.arg or 0] if each.opname == "KW_NAMES" else each.argval
+            if named == name or (isinstance(named, tuple) and name in named):
+                yield inside.co_filename, (each.positions and each.positions.lineno) or inside.co_firstlineno
 
 
 def _is_looked_into(thing: Any, in_module: bool) -> bool:

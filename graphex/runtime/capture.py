@@ -40,6 +40,7 @@ from graphex.runtime.captured_graph import (
     capture_graph,
     free_what_was_read,
     pool_for,
+    thread,
 )
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.fast_replay import Finish, make_replay
@@ -61,6 +62,7 @@ MOMENTS = 20  # of 0.1 ms that a call waits for kept results that are about to b
 MOST_KEPT = 2  # sizes whose graphs may keep results: each has memory of its own for them
 
 _NOTHING: frozenset[int] = frozenset()
+_IN_BETWEEN = "one call was made in the middle of another, by a finalizer, a signal handler or the code of an op"
 
 
 class CapturedProgram(program.GraphProgram):
@@ -143,21 +145,22 @@ class CapturedProgram(program.GraphProgram):
         if self._in_turn:
             graph = self._free_graph(key, args)
             return self._run(args) if graph is None else self._replay(graph, args)
-        with turn.lock:
-            if turn.is_running:  # by a finalizer or a signal handler, which the lock lets in
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running:  # the lock lets a finalizer or a signal handler in
                 return self.run_in_between(args)
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._free_graph(key, args)
                 if graph is not None:
                     return self._replay(graph, args)
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
         return self._run(args)
 
     def run_in_between(self, args: list[Any]) -> Any:
         """Run a call eagerly that is made in the middle of another one, which uses the graphs and their memory."""
-        self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
+        if not self._device.is_capturing():
+            self._say_once(_IN_BETWEEN)
         return self._run(args)
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
@@ -172,10 +175,10 @@ class CapturedProgram(program.GraphProgram):
         if program.active:
             return None
         turn = self._turn
-        with turn.lock:
-            if turn.is_running:
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running:
                 return None
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or fast.seen is not seen or not fast.fits(args):
@@ -187,7 +190,7 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return results
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...], seen: frozenset[int] | None) -> Any:
         if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
@@ -217,10 +220,10 @@ class CapturedProgram(program.GraphProgram):
         turn = self._turn
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
-        with turn.lock:
-            if turn.is_running or kept.outputs.was_looked_at:
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running or kept.outputs.was_looked_at:
                 return None
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._store.newest
                 fast = None if graph is None else graph.fast
@@ -232,7 +235,7 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return graph.fast.run(args)
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
 
     def _reader(self, kept: KeptValues, args: list[Any]) -> CapturedGraph | None:
         """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""

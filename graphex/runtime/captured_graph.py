@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
@@ -47,15 +48,45 @@ ReplayBody = Callable[[Any], Any]
 _given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
 
 
+class _Thread(threading.local):
+    may_wait = True  # for a turn: it has none, and captures nothing
+
+
+thread = _Thread()
+
+
 class Turn:
     """One call at a time: a thread that holds `lock` fills inputs, replays or captures, and takes the outputs out.
 
     A lock lets its own thread in again, so a call by a finalizer or a signal handler in between looks at `is_running`.
+
+    A call in the middle of another one (by a finalizer, or by the code of an op) never waits for a turn. It could be
+    for ever: the thread that has the turn may wait for the one capture that there can be, which is in this thread.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_running = False
+
+    @contextmanager
+    def lock_if_free(self) -> Iterator[bool]:
+        """Hold the lock, unless another thread has it; whether it is held."""
+        is_free = self.lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self.lock.release()
+
+
+@contextmanager
+def waiting_for_no_turn() -> Iterator[None]:
+    """Around a capture whose thread has no turn."""
+    before, thread.may_wait = thread.may_wait, False
+    try:
+        yield
+    finally:
+        thread.may_wait = before
 
 
 class Pool:

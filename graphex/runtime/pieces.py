@@ -45,7 +45,7 @@ from graphex.analysis.graphs import attribute_of, extract, values_from_outside
 from graphex.device import Device
 from graphex.errors import Refusal
 from graphex.runtime.capture_plan import output_leaves, returns_one
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.captured_graph import Pool, thread
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.program import ExecutableGraph, GraphProgram, Program, counted
 from graphex.runtime.streams import (
@@ -510,12 +510,17 @@ class Piecewise(GraphProgram):
     def _run_steps(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
-        with self._pool.turn.lock:
-            is_in_between, self._is_running = self._is_running, True
-            try:
-                self._fill(values, is_in_between)
-            finally:
-                self._is_running = is_in_between
+        turn = self._pool.turn
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free:
+                self._fill(values, is_in_between=True)
+            else:
+                may_wait, thread.may_wait = thread.may_wait, False
+                is_in_between, self._is_running = self._is_running, True
+                try:
+                    self._fill(values, is_in_between)
+                finally:
+                    thread.may_wait, self._is_running = may_wait, is_in_between
         results = tuple(get(values) for get in self._returned)
         return results[0] if self._returns_one else results
 
