@@ -276,6 +276,8 @@ def _why_not_here(node: Node, device: torch.device) -> str:
             continue
         if value.layout != torch.strided or value.dtype not in _DTYPES or type(value).__name__ != "FakeTensor":
             return f"a value of it is no plain dense tensor of a usual type ({value.dtype})"
+        if value.is_neg():
+            return "a value of it is marked as negative, and Inductor reads memory as it is"
         if value.device != device and (value.dim() or value.device.type != "cpu" or moves_between_devices(node)):
             return f"a value of it is on {value.device}"
         if free_unbacked_symbols(value):

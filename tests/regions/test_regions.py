@@ -477,6 +477,16 @@ def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
     assert not graphex.journal(run).fallbacks
 
 
+def test_what_is_marked_as_negative_is_read_as_such():
+    def program(x):
+        return (x * 2).exp() + 1, x.relu().sin()
+
+    run = compiled(program)
+    for x in (torch.randn(8), torch.randn(8, dtype=torch.complex64).conj().imag):
+        close(run(x), program(x))
+    assert any("marked as negative" in reason for reason in borders(run))
+
+
 def test_buffers_are_written_in_place_around_regions():
     class Counting(nn.Module):
         def __init__(self) -> None:
