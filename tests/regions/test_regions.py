@@ -477,6 +477,21 @@ def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
     assert not graphex.journal(run).fallbacks
 
 
+def test_a_batch_norm_that_trains_is_compiled_where_the_size_of_the_batch_varies():
+    mine = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    theirs = copy.deepcopy(mine)
+    run = torch.compile(mine, backend="graphex", dynamic=True)
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 6)
+        for model, called in ((mine, run), (theirs, theirs)):
+            model.zero_grad()
+            called(x).pow(2).sum().backward()
+        close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+        close(mine.state_dict(), theirs.state_dict())
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_what_is_marked_as_negative_is_read_as_such():
     def program(x):
         return (x * 2).exp() + 1, x.relu().sin()
