@@ -704,6 +704,42 @@ def test_a_step_of_training():
     assert {region.graph.rpartition(" ")[2] for region in regions(run)} == {"forward", "backward"}
 
 
+class Normalized(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(3, 8, 3, bias=False), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(nn.functional.gelu(self.up(x) * 2))
+        return nn.functional.gelu(h) * 1.5 + 1
+
+
+@pytest.mark.parametrize(
+    "keep_out",
+    [
+        [],
+        ["aten.native_group_norm_backward", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward"],
+        ["aten.native_group_norm", "aten.native_layer_norm", "aten._native_batch_norm_legit_functional"],
+    ],
+)
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 8), nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm((8, 6, 6))]
+)
+def test_norms_of_16_bits_with_parameters_of_32_train(norm, keep_out):
+    mine = Normalized(copy.deepcopy(norm))
+    theirs, x, weights, gradients = copy.deepcopy(mine), torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6), []
+    run = compiled(mine, regions_keep_out=keep_out)
+    for model, called in ((mine, run), (theirs, theirs)):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = called(x)
+        (result.float() * weights).sum().backward()
+        gradients.append([each.grad for each in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm()
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_verification_looks_across_regions():
     x = torch.randn(4, 8)
     run = compiled(chain, verify=True)
