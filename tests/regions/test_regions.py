@@ -502,6 +502,22 @@ def test_what_is_marked_as_negative_is_read_as_such():
     assert any("marked as negative" in reason for reason in borders(run))
 
 
+def test_a_gradient_that_is_marked_as_negative_is_read_as_such():
+    def squashed(x, w):
+        return torch.tanh(x * w).sin().sum() * 2
+
+    def gradient(fn):
+        w = torch.ones(4, requires_grad=True)
+        y = fn(x, w)
+        (torch.complex(torch.zeros(()), y).conj() * (1 + 2j)).real.backward()
+        return w.grad
+
+    run, x = compiled(squashed), torch.randn(3, 4)
+    for _ in range(2):
+        close(gradient(run), gradient(squashed))
+    assert any("backward" in region.graph for region in regions(run))
+
+
 def test_buffers_are_written_in_place_around_regions():
     class Counting(nn.Module):
         def __init__(self) -> None:
