@@ -47,7 +47,7 @@ from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import CacheAsked, GraphCompiled, Journal, KernelsPlanned, Verified
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation, Origin
-from graphex.rewrite.metadata import correct_layouts, stamp_origins
+from graphex.rewrite.metadata import correct_values, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
@@ -294,7 +294,7 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
 
 def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     stamp_origins(gm.graph)
-    correct_layouts(gm)
+    correct_values(gm)
     correct_slices(gm.graph)
     name = _note_graph(compilation, phase, *sizes_of(gm))
     if phase == "forward":

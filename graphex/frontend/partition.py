@@ -38,7 +38,7 @@ from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack, Rewrote
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.compilation import Compilation
-from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.metadata import correct_values, evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import pytree
@@ -84,6 +84,7 @@ def partition(
     are noted before it runs.
     """
     note_program_writes(joint.graph, has_out=has_out)
+    correct_values(joint)  # each half is given the types of what is saved
     joint = compile_joint(joint, inputs, compilation)
     leave_out_unread(joint)
     again: set[str] = set()

@@ -67,7 +67,8 @@ SHARE = 4  # with fewer of them than that, one kernel in so many has to be of th
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """A region to be: its nodes, what they return, and the views of results that are made outside.
+    """A region to be: its nodes, what they return, the views of results that are made outside, and the sizes that it
+    is called with.
 
     `body` is a graph of copies, which the compiler is given and which runs wherever compiled code cannot.
     """
@@ -75,6 +76,7 @@ class RegionPlan:
     nodes: list[Node]
     outputs: list[Node]
     views: list[Node]
+    sizes: list[Node]
     body: GraphModule
     contract: RegionContract
 
@@ -151,21 +153,30 @@ def _is_worth_it(nodes: list[Node]) -> bool:
     return sum(map(is_generated, nodes)) >= FEWEST or any(map(is_formula, nodes))
 
 
-def _taken(nodes: list[Node]) -> list[Node]:
-    """The values that a region is called with: all that it reads but graphs, which it has inside, and the symbols in
-    sizes of its values that are not known from these. A value of 2 * s rows alone does not say what s is.
+def _read(nodes: list[Node]) -> list[Node]:
+    """The values that a region reads; graphs are not among them, which it has inside."""
+    return [value for value in values_from_outside(nodes) if not is_body(value)]
+
+
+def _sizes_taken(nodes: list[Node], read: list[Node]) -> list[Node]:
+    """The symbols in the sizes of a region's values, which it is called with besides the values.
+
+    A value of 2 * s rows does not say what s is, and Inductor may need s itself: for the numbers of a batch norm that
+    trains, for one.
     """
-    read = [value for value in values_from_outside(nodes) if not is_body(value)]
-    if unknown := _unknown_symbols(nodes, read):
-        read += [size for size in nodes[0].graph.find_nodes(op="placeholder") if _symbol(size) in unknown]
-    return read
+    symbols = _symbols([*nodes, *read])
+    given = nodes[0].graph.find_nodes(op="placeholder") if symbols else []
+    return [size for size in given if _symbol(size) in symbols and size not in read]
 
 
 def _unknown_symbols(nodes: list[Node], taken: list[Node]) -> set[Any]:
     """The symbols in sizes of a region's values that are no size of what it takes."""
-    sizes = [size for node in (*nodes, *taken) for size in _sizes(node)]
-    found = {symbol for size in sizes for symbol in expression_of(size).free_symbols}
+    found = _symbols([*nodes, *taken])
     return found.difference(map(symbol_of, (size for node in taken for size in _sizes(node)))) if found else found
+
+
+def _symbols(nodes: list[Node]) -> set[Any]:
+    return {symbol for node in nodes for size in _sizes(node) for symbol in expression_of(size).free_symbols}
 
 
 def _sizes(node: Node) -> list[torch.SymInt]:
@@ -184,7 +195,9 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
     graphs = [value for value in values_from_outside(nodes) if is_body(value)]
-    taken = _taken(nodes)
+    read = _read(nodes)
+    sizes = _sizes_taken(nodes, read)
+    taken = [*read, *sizes]
     if _unknown_symbols(nodes, taken):
         return Refusal("a size of its values is made of sizes that the graph is not given", nodes[0])
     body, _ = extract(gm, [*graphs, *nodes], taken, tuple(outputs), "Region")
@@ -194,7 +207,7 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     own = [number for places in contract.allocates for number in places]
     if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
         return Refusal("its results share memory with each other or with what it takes", nodes[0])
-    return RegionPlan(nodes, outputs, views, body, contract)
+    return RegionPlan(nodes, outputs, views, sizes, body, contract)
 
 
 def _returned(nodes: list[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
@@ -231,7 +244,7 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     """
     graph = gm.graph
     with graph.inserting_after(plan.nodes[-1]):
-        call = graph.call_module(name, tuple(_taken(plan.nodes)))
+        call = graph.call_module(name, (*_read(plan.nodes), *plan.sizes))
     call.meta["val"] = tuple(output.meta.get("val") for output in plan.outputs)
     stands_for: dict[Node, Node] = {}
     place = call

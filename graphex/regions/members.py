@@ -98,6 +98,13 @@ _SAME_ELEMENTS = frozenset(
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
+# Norms, whose statistics Inductor returns in the type of what is normalised.
+_NORMS = frozenset(
+    {
+        *(aten.native_group_norm, aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit),
+        *(aten._native_batch_norm_legit_functional, aten._batch_norm_with_update_functional),
+    }
+)
 # What eager does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
 _COMPARE = frozenset({aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge})
 _ADD = frozenset({aten.add, aten.sub, aten.rsub})
@@ -279,6 +286,8 @@ def _why_not_here(node: Node, device: torch.device) -> str:
             continue
         if value.layout != torch.strided or value.dtype not in _DTYPES or not isinstance(value, FakeTensor):
             return f"a value of it is no plain dense tensor of a usual type ({value.dtype})"
+        if value.is_neg():
+            return "a value of it is marked as negative, and Inductor reads memory as it is"
         if value.device != device and (value.dim() or value.device.type != "cpu" or moves_between_devices(node)):
             return f"a value of it is on {value.device}"
         if free_unbacked_symbols(value):
@@ -359,6 +368,10 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
         return "Inductor gives it the type of its first argument"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
+    if op in _NORMS and read & _WIDENED and torch.float32 in _types_of_read(node, (1, 2)):
+        return "Inductor rounds its statistics to 16 bits, and eager keeps them in float32"
+    if op is aten.native_group_norm_backward and len(read) > 1 and _WIDENED & _types_of_read(node, (0,)):
+        return "Inductor's derivative of a group norm of mixed types is float32"
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if op is aten.sum and dtype == torch.bool:
         return "Inductor's C++ code for a sum that is a boolean does not compile"
@@ -377,6 +390,12 @@ def _why_not_in_triton(node: Node, op: torch._ops.OpOverloadPacket) -> str:
 
 def _types_read(node: Node) -> set[torch.dtype]:
     return {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
+
+
+def _types_of_read(node: Node, places: tuple[int, ...]) -> set[torch.dtype]:
+    """The types of those of a node's results, by their places, that are read."""
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return {node.meta["val"][place].dtype for place in places if place in read}
 
 
 def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> str:

@@ -23,7 +23,7 @@ from graphex.analysis.effects import is_work
 from graphex.analysis.graphs import ORIGINS, attribute_of, origins, value_key
 from graphex.errors import PassError
 from graphex.torch_private.graphs import replacements_told
-from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
+from graphex.torch_private.symbolic import FAKED_BY, NORMS, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
 
 MADE_BY = "graphex_made_by"  # the user's pass that put a node there
 _INHERITED = ("stack_trace", "custom", "stream_label", "nn_module_stack", "seq_nr", "partitioner_tag")
@@ -149,9 +149,17 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], who: str) -
             dirty.update(node.users)
 
 
-def correct_layouts(gm: GraphModule) -> None:
+def correct_values(gm: GraphModule) -> None:
     """Compute the values again of ops whose fakes are known to be wrong, and of the nodes behind them."""
-    propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
+    propagate_values(gm, _is_faked_wrong, "tracing")
+
+
+def _is_faked_wrong(node: Node) -> bool:
+    """Whether the fake of an op may be wrong about a node; those of norms are right for values of one type."""
+    if node.target not in FAKED_BY:
+        return False
+    types = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), torch.Tensor)}
+    return node.target not in NORMS or len(types) > 1
 
 
 def _restore_placeholders(gm: GraphModule, watch: PassWatch) -> None:

@@ -333,6 +333,7 @@ def generated(graph: ExecutableGraph) -> Boxed:
         _write_files(graph, code)
     _keep_code(graph, code)
     run = _below_autograd(run) if _is_plain(gm) else run
+    run = _without_marks(run, graph)
     run = run if graph.streams is None else graph.streams.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)
 
@@ -375,6 +376,24 @@ def _below_autograd(body: Boxed) -> Boxed:
             return body(args)
 
     return run
+
+
+def _without_marks(run: Boxed, graph: ExecutableGraph) -> Boxed:
+    """Read gradients by their values. Autograd may mark one as negative that was not when it was traced (behind the
+    conjugate of a complex number), and compiled regions read its memory as it is.
+    """
+    given = graph.gm.graph.find_nodes(op="placeholder")
+    places = [place for place, node in enumerate(given) if "tangents" in node.name]
+    if graph.phase != "backward" or not places or not any(regions_of(graph.gm)):
+        return run
+
+    def unmarked(args: list[Any]) -> Any:
+        for place in places:
+            if isinstance(args[place], torch.Tensor) and args[place].is_neg():
+                args[place] = args[place].resolve_neg()
+        return run(args)
+
+    return unmarked
 
 
 def _observed(graph_name: str, run: Boxed, counter: Counter[str], functional: FunctionalProgram | None) -> Boxed:

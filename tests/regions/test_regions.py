@@ -478,6 +478,47 @@ def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
     assert not graphex.journal(run).fallbacks
 
 
+def test_a_batch_norm_that_trains_is_compiled_where_the_size_of_the_batch_varies():
+    mine = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    theirs = copy.deepcopy(mine)
+    run = torch.compile(mine, backend="graphex", dynamic=True)
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 6)
+        for model, called in ((mine, run), (theirs, theirs)):
+            model.zero_grad()
+            called(x).pow(2).sum().backward()
+        close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+        close(mine.state_dict(), theirs.state_dict())
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
+def test_what_is_marked_as_negative_is_read_as_such():
+    def program(x):
+        return (x * 2).exp() + 1, x.relu().sin()
+
+    run = compiled(program)
+    for x in (torch.randn(8), torch.randn(8, dtype=torch.complex64).conj().imag):
+        close(run(x), program(x))
+    assert any("marked as negative" in reason for reason in borders(run))
+
+
+def test_a_gradient_that_is_marked_as_negative_is_read_as_such():
+    def squashed(x, w):
+        return torch.tanh(x * w).sin().sum() * 2
+
+    def gradient(fn):
+        w = torch.ones(4, requires_grad=True)
+        y = fn(x, w)
+        (torch.complex(torch.zeros(()), y).conj() * (1 + 2j)).real.backward()
+        return w.grad
+
+    run, x = compiled(squashed), torch.randn(3, 4)
+    for _ in range(2):
+        close(gradient(run), gradient(squashed))
+    assert any("backward" in region.graph for region in regions(run))
+
+
 def test_buffers_are_written_in_place_around_regions():
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -678,6 +719,42 @@ def test_a_step_of_training():
     for left, right in zip(mine.parameters(), theirs.parameters(), strict=True):
         close(left, right)
     assert {region.graph.rpartition(" ")[2] for region in regions(run)} == {"forward", "backward"}
+
+
+class Normalized(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(3, 8, 3, bias=False), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(nn.functional.gelu(self.up(x) * 2))
+        return nn.functional.gelu(h) * 1.5 + 1
+
+
+@pytest.mark.parametrize(
+    "keep_out",
+    [
+        [],
+        ["aten.native_group_norm_backward", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward"],
+        ["aten.native_group_norm", "aten.native_layer_norm", "aten._native_batch_norm_legit_functional"],
+    ],
+)
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 8), nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm((8, 6, 6))]
+)
+def test_norms_of_16_bits_with_parameters_of_32_train(norm, keep_out):
+    mine = Normalized(copy.deepcopy(norm))
+    theirs, x, weights, gradients = copy.deepcopy(mine), torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6), []
+    run = compiled(mine, regions_keep_out=keep_out)
+    for model, called in ((mine, run), (theirs, theirs)):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = called(x)
+        (result.float() * weights).sum().backward()
+        gradients.append([each.grad for each in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm()
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
 
 
 def test_verification_looks_across_regions():
