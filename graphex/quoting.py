@@ -7,7 +7,6 @@
     attribute("x", "a-b")   getattr(x, 'a-b')
     value_text([1, inf])    [1, float('inf')]
     object_text(f)          importlib.import_module('module').f
-    json_text([1, inf])     [1, "inf"]
 
 `literal` is the one place that quotes. Values are written by their exact type: a subclass may print anything as itself,
 so no `repr` but that of a built-in type is ever code.
@@ -16,7 +15,6 @@ so no `repr` but that of a built-in type is ever code.
 from __future__ import annotations
 
 import builtins
-import json
 import keyword
 import math
 import re
@@ -178,19 +176,3 @@ def _global_text(value: Any) -> str:
     for part in path:
         found = getattr(found, part, None)
     return attribute(module_text(module), *path) if found is value else ""
-
-
-def json_text(data: object, **layout: Any) -> str:
-    """JSON that every parser reads: infinities and NaNs, which it has no numbers for, are the words inf and nan."""
-    try:
-        return json.dumps(data, allow_nan=False, **layout)
-    except ValueError:
-        return json.dumps(_in_words(data), allow_nan=False, **layout)
-
-
-def _in_words(data: object) -> object:
-    if isinstance(data, dict):
-        return {key: _in_words(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_in_words(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

@@ -9,6 +9,8 @@ Compile time is recorded completely. Run time only counts (`Journal.counts`), so
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from graphex.env import rank_and_size
 from graphex.errors import warn_user
-from graphex.quoting import json_text
 
 if TYPE_CHECKING:
     from torch.fx import Graph
@@ -621,3 +622,19 @@ class Journal:
         others = (record for record in self.records if not isinstance(record, GraphBroke))
         kinds = Counter(record.kind for record in (*others, *broken))
         return f"Journal({', '.join(f'{count} {kind}' for kind, count in kinds.items()) or 'empty'})"
+
+
+def json_text(data: object, **layout: Any) -> str:
+    """JSON that every parser reads: infinities and NaNs, which it has no numbers for, are the words inf and nan."""
+    try:
+        return json.dumps(data, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_in_words(data), allow_nan=False, **layout)
+
+
+def _in_words(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _in_words(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_in_words(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

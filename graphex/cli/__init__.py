@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 
 from graphex.errors import GraphexError, did_you_mean
-from graphex.quoting import json_text
+from graphex.records import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console

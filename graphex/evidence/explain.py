@@ -31,8 +31,7 @@ from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherw
 from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
 from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
-from graphex.quoting import json_text
-from graphex.records import Journal, NearMiss, Refused, Rewrote
+from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
 from graphex.torch_private.dynamo import room_to_recompile, without_reducing
 from graphex.torch_private.frames import attempts, backend_of, code_of, given_up_since
 from graphex.torch_private.symbolic import pytree

@@ -23,7 +23,7 @@ from typing import Any
 
 from graphex.env import write_named
 from graphex.errors import InputError
-from graphex.quoting import json_text
+from graphex.records import json_text
 
 FORMAT = 2
 _NUMBER = (int, float)
