@@ -21,8 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import copy_bandwidth, machine
-from graphex.kernels.attention import SHARED_MEMORY, ColdCaches, Config, Job, Tile, columns_for, configs
-from graphex.kernels.tuning import Candidate, seconds_on_device
+from graphex.kernels.attention import SHARED_MEMORY, AttentionTile, ColdCaches, Config, Job, columns_for, configs
+from graphex.kernels.tuning import seconds_on_device
 
 HEADS = {"llama": (32, 8, 128), "multi-head": (32, 32, 128), "narrow": (16, 2, 64), "gemma": (16, 8, 256)}
 
@@ -50,13 +50,12 @@ def many_configs(of: Job) -> list[Config]:
     width = columns_for(of.query.shape[3]) + columns_for(of.value.shape[3])
     grid = product((1, 2, 3, 4, 8, 16, 32), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5))
     fits = SHARED_MEMORY // (width * of.key.element_size())
-    return [Tile(*each) for each in grid if each[1] * (each[3] - 1) <= fits and each[1] * each[0] <= of.length]
+    return [AttentionTile(*each) for each in grid if each[1] * (each[3] - 1) <= fits and each[1] * each[0] <= of.length]
 
 
 def measured(of: Job, scratch: ColdCaches, length: int, search: bool) -> dict[str, float]:
     tried = dict.fromkeys((*configs(of, length), *(many_configs(of) if search else ())))
-    candidates: list[Candidate] = [scratch.candidate(way) for way in tried]
-    return seconds_on_device(candidates)
+    return seconds_on_device(list(scratch.candidates(list(tried)).values()))
 
 
 def main() -> int:

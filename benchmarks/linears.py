@@ -95,8 +95,7 @@ def many_configs(of: Job) -> Iterator[Config]:
 
 
 def candidates(of: Job, search: bool) -> dict[str, tuning.Candidate]:
-    scratch = linears.ColdWeights(of)
-    return {way.name: scratch.candidate(way) for way in (*configs(of), *(many_configs(of) if search else ()))}
+    return linears.ColdWeights(of).candidates((*configs(of), *(many_configs(of) if search else ())))
 
 
 def measure(name: str, rows: int, bandwidth: float, search: bool) -> tuple[str, str]:

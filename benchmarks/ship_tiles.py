@@ -17,8 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from graphex.env import write_text
-from graphex.kernels.tuning import SHIPPED, Choices, Store, conditions, file_name, parsed
+from graphex.env import ChoiceFile, Choices, choices_in, name_in_files, write_text
+from graphex.kernels.tuning import SHIPPED, conditions
 
 
 @click.command(help=__doc__)
@@ -31,9 +31,9 @@ def main(devices: tuple[str, ...], folder: Path) -> None:
         raise click.UsageError("there is no GPU here; name the device whose choices are meant")
     folder.mkdir(parents=True, exist_ok=True)
     for device in devices or (torch.cuda.get_device_name(),):
-        store = Store(conditions(device))
-        path = folder / f"{file_name(device)}.json"
-        choices: Choices = parsed(path.read_text())[1] if path.exists() else {}
+        store = ChoiceFile(conditions(device))
+        path = folder / f"{name_in_files(device)}.json"
+        choices: Choices = choices_in(path.read_text())[1] if path.exists() else {}
         found = store.read()
         for kind, entries in found.items():
             choices.setdefault(kind, {}).update({s: {"name": entry["name"]} for s, entry in entries.items()})

@@ -28,8 +28,9 @@ import graphex.ops  # noqa: F401  (defines the ops)
 from benchmarks.decode_stock import STEPS, TRANSFORMERS
 from benchmarks.decoding import MODELS, Setting, Step, build, step_of
 from benchmarks.measure import machine
+from graphex.env import ChoiceFile
 from graphex.kernels import attention, linears, tuning
-from graphex.kernels.tuning import Store, conditions, shipped
+from graphex.kernels.tuning import conditions, shipped
 
 REPLAYS = 20  # of a graph, before the next one is replayed
 ROUNDS = 7
@@ -45,7 +46,7 @@ class Search:
 
     step: Step
     call: Callable[[], object]
-    store: Store
+    store: ChoiceFile
     chosen: dict[Place, str]
 
     def graph(self, place: Place, name: str) -> torch.cuda.CUDAGraph:
@@ -93,7 +94,7 @@ class Search:
         return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def search(setting: Setting, store: Store, passes: int) -> None:
+def search(setting: Setting, store: ChoiceFile, passes: int) -> None:
     step = step_of(build(setting), setting)
     call = step.call(torch.compile(step.model, backend="graphex", fullgraph=True, options={"mode": "eager"}))
     alone = measured_alone(step, call)
@@ -146,7 +147,7 @@ def main() -> int:
     if not options.keep:
         os.environ["GRAPHEX_CACHE_DIR"] = tempfile.mkdtemp()
     print(f"tiles by the time of a whole step, bfloat16. {machine()}", flush=True)
-    store = Store(conditions(torch.cuda.get_device_name()))
+    store = ChoiceFile(conditions(torch.cuda.get_device_name()))
     for setting in (*STEPS, *TRANSFORMERS):
         if setting.model in options.models and setting.batch in options.batch:
             search(setting, store, options.passes)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.kernels import CASES, DECODE, LARGE, Call, Case, device_seconds
 from benchmarks.measure import copy_bandwidth, machine
 from graphex.kernels import activations, norm, rotary, tokens
-from graphex.kernels.layout import Tile, next_power_of_2, warps_for
+from graphex.kernels.layout import RowTile, next_power_of_2, warps_for
 
 Candidates = dict[str, object]
 
@@ -31,20 +31,20 @@ def row_tiles(rows: int, columns: int) -> Candidates:
     """Tiles named by rows per program and elements per thread."""
     block = next_power_of_2(columns)
     settings = ((1, 8), (1, 16), (1, 32)) if rows <= 64 else ((1, 8), (1, 16), (1, 32), (2, 16), (2, 32), (4, 32))
-    return {f"{n}x{size}": Tile(n, block, warps_for(n * block, size)) for n, size in settings}
+    return {f"{n}x{size}": RowTile(n, block, warps_for(n * block, size)) for n, size in settings}
 
 
 def flat_tiles(rows: int, columns: int) -> Candidates:
     few = ((256, 4), (512, 4), (1024, 4), (1024, 8), (2048, 8))
     many = ((1024, 4), (2048, 4), (2048, 8), (4096, 8))
-    return {f"{block}/{warps}w": Tile(1, block, warps) for block, warps in (few if rows <= 64 else many)}
+    return {f"{block}/{warps}w": RowTile(1, block, warps) for block, warps in (few if rows <= 64 else many)}
 
 
 def shared_tiles(rows: int, columns: int) -> Candidates:
     if rows <= 64:
         return flat_tiles(rows, columns)
     settings = ((512, 2, 4), (512, 2, 8), (1024, 4, 2), (1024, 4, 4), (1024, 4, 8), (2048, 8, 4), (1024, 2, 4))
-    return {f"{block}/{warps}w x{steps}": Tile(1, block, warps, steps) for block, warps, steps in settings}
+    return {f"{block}/{warps}w x{steps}": RowTile(1, block, warps, steps) for block, warps, steps in settings}
 
 
 def rotary_tiles(rows: int, columns: int) -> Candidates:
@@ -59,12 +59,12 @@ def rotary_tiles(rows: int, columns: int) -> Candidates:
         (4, 1, 8, 2),
         (1, 4, 8, 8),
     )
-    return {"/".join(map(str, tile)): rotary.Tile(*tile) for tile in (few if rows <= 64 else many)}
+    return {"/".join(map(str, tile)): rotary.HeadTile(*tile) for tile in (few if rows <= 64 else many)}
 
 
 def embedding_tiles(rows: int, columns: int) -> Candidates:
     settings = ((256, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4), (2048, 8))
-    return {f"{block}/{warps}w": Tile(1, block, warps) for block, warps in settings}
+    return {f"{block}/{warps}w": RowTile(1, block, warps) for block, warps in settings}
 
 
 PLACES: dict[str, tuple[ModuleType, str, Callable[[int, int], Candidates]]] = {

@@ -25,8 +25,8 @@ from graphex.frontend.origin import note_breaks_without_graph, origin_of
 from graphex.passes.pipeline import check_names
 from graphex.records import FellBack, Journal
 from graphex.rewrite.compilation import Compilation, open_debug_files
-from graphex.runtime.native import load_in_background
-from graphex.torch_private import dynamo
+from graphex.runtime.guards import load_in_background
+from graphex.torch_private import dynamo, frames
 from graphex.torch_private.aot import is_compiled_ahead
 from graphex.torch_private.frames import compiled_frame
 from graphex.torch_private.lookup import MissingNameError, check_required, missing_names
@@ -49,7 +49,7 @@ def compile_by_name(
     gm: GraphModule, example_inputs: Sequence[Any], configure: Callable[[Journal], CompilerConfig]
 ) -> Any:
     """Compile for a backend that `torch.compile` knows by name; `configure` reads its options."""
-    journal = _attached(dynamo.compiling_backend(), dynamo.compiling_users_code()).journal
+    journal = _attached(frames.compiling_backend(), frames.compiling_users_code()).journal
     try:
         return _compile(gm, example_inputs, configure(journal), journal, None)
     except GraphexError as error:
@@ -75,7 +75,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         try:
             config = self._config(**kwargs)
-            _attached(dynamo.compiling_backend()).journal = self.journal
+            _attached(frames.compiling_backend()).journal = self.journal
             return _compile(gm, example_inputs, config, self.journal, self.custom_decompositions, self.store)
         except GraphexError as error:
             raise dynamo.surfaced(error) from error.__cause__
@@ -151,13 +151,13 @@ def journal(compiled: object) -> Journal:
 
     Where Dynamo finds nothing to compile it does not ask the backend: the graph breaks of that are looked up here.
     """
-    own = getattr(dynamo.compiled_ahead(compiled), "journal", None)
+    own = getattr(frames.compiled_ahead(compiled), "journal", None)
     if isinstance(own, Journal):
         return own
-    owner = dynamo.backend_of(compiled)
+    owner = frames.backend_of(compiled)
     if owner is None:
         raise InputError(f"{type(compiled).__name__} was not made by torch.compile; pass what torch.compile returned.")
-    code = dynamo.code_of(compiled)
+    code = frames.code_of(compiled)
     found = _journal_of(owner, code)
     note_breaks_without_graph(found, code, owner)
     return found
@@ -168,12 +168,12 @@ def _journal_of(owner: object, code: CodeType | BuiltinFunctionType | None) -> J
     found = getattr(owner, _ATTACHED, None)
     if isinstance(found, _Attached):
         return found.journal
-    called = dynamo.called_by(owner)
+    called = frames.called_by(owner)
     if isinstance(called, Backend):
         return called.journal
     if not getattr(called, "is_graphex", False):
         raise InputError('this was compiled with another backend; pass backend="graphex" to torch.compile.')
-    for other in dynamo.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
+    for other in frames.cached_backends_equal_to(owner):  # torch reuses code that an equal torch.compile made
         shared = getattr(other, _ATTACHED, None)
         if isinstance(shared, _Attached) and code in shared.codes:
             return shared.journal
@@ -190,7 +190,7 @@ def _compile(
 ) -> Any:
     if _is_off(journal):
         return compiled_for_dynamo(lambda gm, example_inputs: gm.forward, gm, example_inputs, journal)
-    compilation = _begin(config, journal, gm, custom_decompositions, is_whole=dynamo.is_whole(gm), store=store)
+    compilation = _begin(config, journal, gm, custom_decompositions, is_whole=frames.is_whole(gm), store=store)
     if kernel_runtime() is not None:
         load_in_background(journal)
     if journal.history is not None:
@@ -320,8 +320,8 @@ def _attached(owner: object | None, code: CodeType | BuiltinFunctionType | None 
 
 def journal_being_written() -> Journal:
     """The journal of what `torch.compile` is compiling now, also where no graph of it has reached the backend yet."""
-    owner = dynamo.compiling_backend()
-    called = dynamo.called_by(owner)
+    owner = frames.compiling_backend()
+    called = frames.called_by(owner)
     return called.journal if isinstance(called, Backend) else _attached(owner).journal
 
 

@@ -1,4 +1,4 @@
-"""The process's surroundings: environment variables, folders and files, and the pause of the garbage collector.
+"""The process's surroundings: environment variables, folders and files, the garbage collector, a line on the terminal.
 
 Environment variables switch graphex in a program that is not to be changed. A file is written as a whole: a reader sees
 the old content or the new, never a part. Files that one process leaves for the next are in folders that no other user
@@ -12,7 +12,7 @@ can write to:
 A folder is opened once, its owner and mode are asked of the open descriptor, and files are opened relative to it,
 without following links: nothing can be swapped in between. A folder or file of another user, or that others may write
 to, is refused. `sealed` adds a hash to a file, by which `unsealed` notices one that was cut off or damaged. The hash
-proves nothing about the writer; owner and mode do.
+proves nothing about the writer; owner and mode do. A `ChoiceFile` has what several processes measure or find out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import errno
 import gc
 import hashlib
 import itertools
+import json
 import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from graphex.errors import warn_user
 
@@ -410,6 +412,118 @@ def unsealed(data: bytes) -> bytes:
     return content
 
 
+# Files of choices
+
+
+Choices = dict[str, dict[str, dict[str, Any]]]  # kind -> signature -> {"name": what was chosen, "us": times}
+_LONGEST = 1e12  # microseconds
+
+
+def name_in_files(device: str) -> str:
+    """`NVIDIA H200` -> `nvidia-h200`"""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+class ChoiceFile:
+    """A JSON file of choices that processes share, and what they hold under: `conditions`, of which one is the device.
+
+    A choice is added under a lock to what the file says then, and the file is replaced as a whole. One that cannot be
+    read, that another user may have written, or that was written under other conditions, is as good as none: a warning
+    says so once.
+    """
+
+    def __init__(
+        self,
+        conditions: Mapping[str, str],
+        directory: Path | None = None,
+        *,
+        folder: str = "tuning",
+        what: str = "measured choices",
+        again: str = "measured",
+    ) -> None:
+        self.conditions = dict(conditions)
+        digest = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
+        self.name = f"{name_in_files(self.conditions['device'])}-{digest}.json"
+        self._directory, self._in = directory, folder
+        self._what, self._again = what, again
+        self._has_warned = False
+
+    @property
+    def path(self) -> Path:
+        return (self._directory or cache_directory() / self._in) / self.name
+
+    def read(self) -> Choices:
+        try:
+            with self._folder() as folder:
+                return self._read(folder)
+        except OSError as error:
+            self._warn(f"{self._what} cannot be looked up ({error}); set {DIRECTORY}")
+            return {}
+
+    def add(self, kind: str, signature: str, entry: dict[str, Any]) -> None:
+        self.add_all({kind: {signature: entry}})
+
+    def add_all(self, new: Choices) -> None:
+        try:
+            with self._folder() as folder, folder.lock(f"{self.name}.lock"):
+                choices = self._read(folder)
+                for kind, entries in new.items():
+                    choices.setdefault(kind, {}).update(entries)
+                text = json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True)
+                folder.replace(self.name, text.encode())
+        except OSError as error:
+            self._warn(f"{self._what} cannot be kept ({error}); set {DIRECTORY}")
+
+    def _folder(self) -> AbstractContextManager[Folder]:
+        return open_folder(self._directory) if self._directory else open_folder(cache_directory(), self._in)
+
+    def _read(self, folder: Folder) -> Choices:
+        """The choices in the file; none, with a warning, if it cannot be relied on."""
+        try:
+            found, choices = choices_in(folder.read(self.name).decode())
+            if any(found.get(name) != value for name, value in self.conditions.items()):
+                raise ValueError("it was written under other conditions")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            path = folder.path / self.name
+            self._warn(f"the {self._what} in {path} cannot be read and are {self._again} again: {error}")
+            return {}
+        return choices
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(f"graphex: {text}")
+
+
+def choices_in(text: str) -> tuple[dict[str, Any], Choices]:
+    """Everything in a file of choices, and the choices. Raises ValueError for any other text."""
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is not a file of choices") from error
+    kinds = found.get("choices") if isinstance(found, dict) else None
+    if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
+        raise ValueError("it is not a file of choices")
+    if not all(_is_entry(entry) for kind in kinds.values() for entry in kind.values()):
+        raise ValueError("it is not a file of choices")
+    return found, kinds
+
+
+def _is_entry(entry: object) -> bool:
+    """The name of a candidate, and times of some. What ships with graphex has no times."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    times = entry.get("us", {})
+    return isinstance(times, dict) and all(_is_time(time) for time in times.values())
+
+
+def _is_time(time: object) -> bool:
+    """JSON may hold integers beyond all floats, infinity and NaN."""
+    return type(time) in (int, float) and 0 <= time < _LONGEST  # type: ignore[operator]
+
+
 # The garbage collector
 
 
@@ -434,3 +548,43 @@ def collector_paused() -> Iterator[None]:
             _pauses -= 1
             if not _pauses and _is_ours_to_enable:
                 gc.enable()
+
+
+# A line on the terminal
+
+
+SHOWN_AFTER = 2.0  # seconds
+_shown_by: list[Callable[[str], None]] = []  # of the process: a script may compile in a thread of its own
+
+
+@contextmanager
+def progress_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell `say` what is going on while the block runs: a command with a line of progress shows it there."""
+    _shown_by.append(say)
+    try:
+        yield
+    finally:
+        _shown_by.remove(say)
+
+
+@contextmanager
+def shown_on_terminal() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal about what is going on, from `SHOWN_AFTER` seconds on. Yields a function that is told."""
+    if _shown_by:
+        yield _shown_by[-1]
+        return
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    begin = threading.Timer(SHOWN_AFTER, status.start)
+    begin.daemon = True
+    begin.start()
+    try:
+        yield lambda text: status.update(f"graphex: {text}")
+    finally:
+        begin.cancel()
+        begin.join()
+        status.stop()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -159,8 +159,9 @@ def one_line(reason: object) -> str:
 class Refusal:
     """Why a rewrite was not made, at which node, and what edit would help. False, with a reason.
 
-    `nothing_lost`: what stands there is as good. The journal has the reason, and does not count the place.
-    `expected`: the program itself says so, by reading a value again for one. It is not worth a record.
+    A kernel that does not take a call answers with one too: then the op's reference runs.
+    `nothing_lost`: the code is as good without the rewrite; the place is recorded and not counted. `expected`: the
+    program itself rules the rewrite out (for example, it reads the value again), so nothing is recorded.
     """
 
     reason: str
@@ -169,5 +170,5 @@ class Refusal:
     nothing_lost: bool = False
     expected: bool = False
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False

@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from graphex.env import rank_and_size
 from graphex.errors import warn_user
+
+if TYPE_CHECKING:
+    from torch.fx import Graph
 
 SCHEMA_VERSION = 1
 NO_KERNELS = "graphex has no kernels for this device"  # why a pass changed nothing
@@ -457,7 +460,22 @@ class Verified(Record):
         return f"pass '{self.pass_name}'" if self.pass_name else ""
 
 
+class History(Protocol):
+    """The graphs of a journal, before and after each pass: `debug.history` keeps them where a report was asked for.
+
+    `aliases` of a graph are the facts of `analysis`, a room above this one.
+    """
+
+    def name_inputs(self, compile_id: str, names: list[str]) -> None: ...
+    def begin(self, graph_name: str, options: dict[str, str]) -> None: ...
+    def spend(self, graph_name: str, stage: str, seconds: float) -> None: ...
+    def keep_code(self, graph_name: str, title: str, text: str) -> None: ...
+    def drop_code(self, graph_name: str) -> None: ...
+    def take(self, compile_id: str, graph_name: str, graph: Graph, aliases: Any) -> None: ...
+
+
 R = TypeVar("R", bound=Record)
+OfPass = TypeVar("OfPass", Rewrote, RuleTried)
 
 
 class Of(Generic[R]):
@@ -505,7 +523,7 @@ class Journal:
         self.pieces: dict[str, str] = {}  # the name of a piece -> the graph that was cut
         self.versions: dict[str, str] = {}  # the name of another version of a graph -> the graph
         self.debug_names: dict[str, str] = {}  # what debug files call "model" and the phases, where not by these names
-        self.history: Any = None  # a `graphex.debug.history.GraphHistory`, where a report was asked for
+        self.history: History | None = None
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, record: Record) -> None:
@@ -550,12 +568,31 @@ class Journal:
     @property
     def rewrites(self) -> list[Rewrote]:
         """The rewrites in the graphs that run, without those that verification undid."""
-        return list(filter(self.is_kept, self.of(Rewrote)))
+        return self._kept(Rewrote)
 
     @property
     def rules(self) -> list[RuleTried]:
         """How often each rule applied in the graphs that run, without rewrites that verification undid."""
-        return list(filter(self.is_kept, self.of(RuleTried)))
+        return self._kept(RuleTried)
+
+    def _kept(self, kind: type[OfPass]) -> list[OfPass]:
+        """The records of passes that are part of a graph that runs: verification neither replaced nor undid them."""
+        kept = self._kept_passes()
+        return [each for each in self.of(kind) if each.graph not in kept or each.pass_name in kept[each.graph]]
+
+    def _kept_passes(self) -> dict[str, set[str]]:
+        """The passes that are left of each graph that verification has replaced or rolled back."""
+        ends = {each.graph: each.pass_name for each in reversed(self.verifications) if each.status == "mismatch"}
+        ended = self.replaced
+        kept: dict[str, set[str]] = {graph: set() for graph in (*ended, *ends)}
+        for ran in self.passes:
+            if ran.graph not in kept or ran.graph in ended:
+                continue
+            if ran.name == ends[ran.graph]:
+                ended.add(ran.graph)
+            else:
+                kept[ran.graph].add(ran.name)
+        return kept
 
     @property
     def replaced(self) -> set[str]:
@@ -568,17 +605,6 @@ class Journal:
         while name in instead:
             name = instead[name]
         return name
-
-    def is_kept(self, record: Rewrote | RuleTried) -> bool:
-        """Whether the work of a rule is part of a graph that runs: verification neither replaced nor undid it."""
-        if record.graph in self.replaced:
-            return False
-        undone = [each for each in self.verifications if each.status == "mismatch" and each.graph == record.graph]
-        if not undone:
-            return True
-        order = [ran.name for ran in self.passes if ran.graph == record.graph]
-        blamed = order.index(undone[0].pass_name) if undone[0].pass_name in order else len(order)
-        return record.pass_name in order[:blamed]
 
     def to_dict(self) -> dict[str, Any]:
         return {

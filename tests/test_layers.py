@@ -1,10 +1,14 @@
-"""The order of rooms: `docs/internals.md` lists them from bottom to top, and no import of graphex goes up."""
+"""The order of rooms: `docs/internals.md` lists them from bottom to top, and no import of graphex goes up.
+
+In a room no module imports one that imports it, directly or through others.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -96,6 +100,15 @@ def test_no_import_goes_up(room):
         if ORDER.index(room_of(other)) > ORDER.index(room)
     ]
     assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize("room", ORDER)
+def test_modules_of_a_room_import_each_other_one_way(room):
+    """In functions too. A folder's `__init__` is none of them."""
+    inside = {name: path for name, path in MODULES.items() if "." in name and room_of(name) == room}
+    modules = {name: path for name, path in inside.items() if path.stem not in ENTRANCES}
+    uses = {name: {other for _, other in imported(path)} & modules.keys() - {name} for name, path in modules.items()}
+    TopologicalSorter(uses).prepare()  # raises CycleError, with the circle
 
 
 def test_few_modules_stand_beside_the_rooms():

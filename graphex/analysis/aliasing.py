@@ -54,7 +54,8 @@ from graphex.analysis.shapes import (
     shares_offset_with,
     with_true_offset,
 )
-from graphex.torch_private.graphs import holds_tensors, is_composite
+from graphex.torch_private.graphs import holds_tensors, is_composite, is_erased
+from graphex.torch_private.memory import storage_key
 
 # -- storages of results -----------------------------------------------------------------------------------------------
 # Where the results of an op may live, by the alias annotations of its schema.
@@ -190,7 +191,7 @@ class Aliases:
         return any(self._made_again.get(place) is not written for place in self._outputs_in(self.storages(node)))
 
     def shows_its_offset(self, node: Node) -> bool:
-        """Whether an output that AOTAutograd makes again from an input is a view of this: it reads where it begins."""
+        """Whether AOTAutograd makes an output again as a view like this one: then its storage offset shows."""
         return not self._made_again.keys().isdisjoint(self._outputs_in(self.storages(node)))
 
     def is_absolute(self, node: Node) -> bool:
@@ -205,13 +206,13 @@ class Aliases:
         return any(self._writes.get(storage) for storage in self.storages(node))
 
     def read_by(self, node: Node) -> frozenset[Storage]:
-        """The storages a node reads, or looks at: those of its arguments, and all that an op in flight uses which it
-        waits for.
+        """The storages that a node reads or takes views of: those of its arguments, and those that the ops in flight
+        which it waits for use.
         """
         return self._accessed(touched_by(node), self._besides.get(node, _NO_ACCESS).reads)
 
     def written_by(self, node: Node) -> frozenset[Storage]:
-        """The storages a node may write to, with what an op in flight writes which it waits for."""
+        """The storages that a node may write to, those that the ops in flight write which it waits for included."""
         return self._accessed(written_arguments(node), self._besides.get(node, _NO_ACCESS).writes)
 
     def writes_for_caller(self, node: Node) -> bool:
@@ -314,8 +315,9 @@ class Aliases:
             if kept.target is operator.getitem:  # native_dropout of nothing, for one, hands back its very argument
                 return "the output might become the very tensor that was passed in"
             return None
-        if use := self.in_use.why_escaped(node) or self.in_use.why_escaped(kept):
-            return use.reason
+        for value in (node, kept):
+            if (use := self.in_use.why_escaped(value)) is not None:
+                return use.reason
         if self.is_absolute(node):
             return "as_strided addresses the copy's own storage"
         if self.shows_its_offset(node) and not same_offset(with_true_offset(node), with_true_offset(kept)):
@@ -391,7 +393,7 @@ class Aliases:
         return frozenset().union(self._resolved(besides), *map(self.storages, values))
 
     def _pass_absolute_on(self) -> None:
-        """A value with the storage offset of another one, and addressed from the start, depends on that offset."""
+        """Mark the arguments whose storage offset an absolutely addressed value has: it depends on theirs."""
         for node in reversed(self._nodes):
             first = shares_offset_with(node)
             if first is not None and not self._absolute.isdisjoint(self._storages[node]):
@@ -427,7 +429,7 @@ class Aliases:
         storage: Storage = (node, 0)
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            storage = self._by_memory.setdefault(value.untyped_storage()._cdata, storage)
+            storage = self._by_memory.setdefault(storage_key(value), storage)
         elif value is not None and not isinstance(value, torch.Tensor):
             return frozenset()  # a size
         self._inputs.add(storage)
@@ -438,7 +440,7 @@ class Aliases:
         value = node.meta.get("val")
         if not storages or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
             return storages
-        known = self._by_memory.setdefault(value.untyped_storage()._cdata, next(iter(storages)))
+        known = self._by_memory.setdefault(storage_key(value), next(iter(storages)))
         return storages if known in storages else storages | {known}
 
     def _part_of(self, node: Node) -> frozenset[Storage]:
@@ -518,7 +520,7 @@ class Aliases:
         positions = sorted({*self._reads.get(storage, ()), self._position[storage[0]]})
         found: dict[Hashable, list[Node]] = {}
         for node in (self._nodes[position] for position in positions):
-            if not node._erased and is_work(node):
+            if not is_erased(node) and is_work(node):
                 found.setdefault(stream_of(node), []).append(node)
         return found
 

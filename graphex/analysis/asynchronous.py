@@ -40,7 +40,7 @@ from graphex.analysis.effects import (
 )
 from graphex.analysis.graphs import arguments
 from graphex.analysis.inplace_variants import Handle, is_declared
-from graphex.errors import InputError
+from graphex.errors import InputError, Refusal
 from graphex.torch_private.graphs import holds_tensors, overload_of
 from graphex.torch_private.symbolic import pytree
 
@@ -90,7 +90,7 @@ def launch_of(node: Node) -> Launch | None:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a node waits for what its arguments are the results of."""
+    """Whether a node waits for the ops that made its arguments."""
     op = operator_called(node)
     return op is not None and (op._schema.name in _WAITS or op._schema.name in _declared.values())
 
@@ -254,14 +254,6 @@ Memory = frozenset[Storage]
 _NOTHING: Memory = frozenset()
 
 
-class Use(NamedTuple):
-    """Why memory is in use, the node that ends it if there is one, and what the user can do about it."""
-
-    reason: str
-    until: Node | None = None
-    edit: str = ""
-
-
 class ExtraAccess(NamedTuple):
     """The memory that a node reads and writes besides that of its arguments."""
 
@@ -297,7 +289,7 @@ class Flight:
 
 
 def _which_result(value: Node, launched: Node) -> object:
-    """The place of a result among several; None for what is not one of them taken by its place."""
+    """The number of a result that is taken from several; None for anything else."""
     return value.args[1] if value.args and value.args[0] is launched and len(value.args) > 1 else None
 
 
@@ -314,27 +306,30 @@ class InUse:
 
     # -- questions ---------------------------------------------------------------------------------------------
 
-    def why(self, node: Node, writer: Node) -> Use | None:
-        """Why `writer` may not write to the memory of `node` even if no node reads it later; None if it may."""
-        if use := self.why_in_flight(node, writer):
+    def why(self, node: Node, writer: Node) -> Refusal | None:
+        """Why `writer` may not write to the memory of `node` even if no node reads it later; None if it may.
+
+        The node of a refusal, here and below, is the one that ends the use.
+        """
+        if (use := self.why_in_flight(node, writer)) is not None:
             return use
         first = self._first_keeper(node)
         return self._kept_by(first) if first is not None and first < self._position[writer] else None
 
-    def why_in_flight(self, node: Node, at: Node) -> Use | None:
+    def why_in_flight(self, node: Node, at: Node) -> Refusal | None:
         """Why an op may still be working on the memory of `node` when `at` runs; None if none does."""
         position = self._position[at]
         for flight in self._flights_of(node):
             ended = flight.landed and flight.last is not None and self._position[flight.last] < position
             if self._position[flight.node] < position and not ended:
-                return Use(flight.reason(), flight.last if flight.landed else None)
+                return Refusal(flight.reason(), flight.last if flight.landed else None)
         return None
 
-    def why_escaped(self, node: Node) -> Use | None:
-        """Why the memory of `node` may be read after the graph, besides by the caller, through outputs; None if not."""
+    def why_escaped(self, node: Node) -> Refusal | None:
+        """Why the memory of `node` may be read after the graph by more than readers of outputs; None if not."""
         for flight in self._flights_of(node):
             if not flight.landed:
-                return Use(flight.reason())
+                return Refusal(flight.reason())
         first = self._first_keeper(node)
         return None if first is None else self._kept_by(first)
 
@@ -370,7 +365,7 @@ class InUse:
     # -- building ----------------------------------------------------------------------------------------------
 
     def visit(self, node: Node, memory_of: Callable[[Any], Memory], inputs: Collection[Storage]) -> ExtraAccess:
-        """Take note of a node. What it reads and writes because it waits."""
+        """Take note of a node. Returns the memory that it reads and writes because it waits."""
         if node.op in ("placeholder", "get_attr") or ((op := operator_of(node)) is not None and is_ordinary(op)):
             return ExtraAccess()
         access = ExtraAccess()
@@ -429,10 +424,10 @@ class InUse:
     def _first_keeper(self, node: Node) -> int | None:
         return min((self._kept[storage] for storage in self._storages(node) if storage in self._kept), default=None)
 
-    def _kept_by(self, position: int) -> Use:
+    def _kept_by(self, position: int) -> Refusal:
         keeper = self._ops[position][1]
         edit = f"if '{keeper}' keeps no tensor that it is given, declare so with graphex.register_keeps_nothing"
-        return Use(f"custom op '{keeper}' may have kept it", edit=edit)
+        return Refusal(f"custom op '{keeper}' may have kept it", edit=edit)
 
 
 def _access_of(flights: Collection[Flight]) -> ExtraAccess:

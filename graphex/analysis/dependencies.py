@@ -135,9 +135,10 @@ def cause_of_raising(node: Node) -> str:
 
 
 class Raising:
-    """The nodes of one graph that can raise, where they stand by `aliases`, and when each would have in the program.
+    """The nodes of a graph that can raise: their positions (from `aliases`), and the times at which they would have
+    raised in the user's program.
 
-    `when` says that of a node: the first and the last time, counted in nodes of the graph as it was traced.
+    `when` gives the first and the last time of a node, counted in nodes of the graph as it was traced.
     """
 
     def __init__(self, graph: Graph, aliases: Aliases, when: Callable[[Node], tuple[int, int]]) -> None:
@@ -271,8 +272,11 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of the program to one input: the time of each that is known, and the number of the one that a node
-    belongs to. `versions` are the nodes that are the input, written in place, in the program.
+    """The writes of the program to one input.
+
+    `times`      the time of each write that is known
+    `number`     the write that a node, by its name, belongs to
+    `versions`   the nodes that are the input itself in the program, after a write in place
     """
 
     program: TracedProgram

@@ -27,9 +27,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphex.analysis.graphs import argument
-from graphex.ops import SPECS
+from graphex.ops.definition import CUBLAS, SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
-from graphex.torch_private.graphs import graph_module, is_composite
+from graphex.torch_private.graphs import graph_module, is_composite, written_in_call
 
 _REGION = "graphex_region"
 _MEMBER = "graphex_region_member"
@@ -40,7 +40,9 @@ EVERY_LIBRARY = frozenset({"cublas", "cudnn", "attention", "linalg"})
 
 @dataclass(frozen=True)
 class RegionContract:
-    """Inputs are counted as in `node.args`, outputs as in the tuple that the node returns (0 for a single tensor).
+    """The effects of a region.
+
+    Inputs are counted as in `node.args`, outputs as in the tuple that the node returns (0 for a single tensor).
 
     reads      the inputs whose elements it reads
     writes     the inputs whose elements it may write
@@ -242,7 +244,7 @@ def is_random(node: Node) -> bool:
 
 
 def _drops_nothing(node: Node) -> bool:
-    """Attention is tagged random for its dropout; with a probability of 0 it draws nothing."""
+    """Whether a node is attention without dropout, which is tagged random all the same."""
     given = argument(node, "dropout_p")
     return isinstance(given, (int, float)) and given == 0.0
 
@@ -292,29 +294,14 @@ def written_arguments(node: Node) -> list[Node]:
         return list(nodes_at(node, contract.writes))
     op = operator_of(node)
     if op is not None:
-        return list(_written_by_schema(op, node.args, node.kwargs)) if op._schema.is_mutable else []
+        return list(node_leaves(written_in_call(op, node.args, node.kwargs))) if op._schema.is_mutable else []
     if node.op == "call_function" and is_size_arithmetic(node):
         return []
     return _written_by_bodies(node)
 
 
-@cache
-def _written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _written_by_schema(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[Node]:
-    for position, name in _written_places(op):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        yield from node_leaves(value)
-
-
 def _written_by_bodies(node: Node) -> list[Node]:
-    """A higher-order op or a module is functional if none of its graphs writes. All else may write to each input."""
+    """The inputs that a node may write to: none if it runs graphs and none of these writes, all of them otherwise."""
     is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
     name = str(getattr(node.target, "__name__", node.target)) if is_higher_order else ""
     if name in _FUNCTIONAL_WRAPPERS:
@@ -322,7 +309,7 @@ def _written_by_bodies(node: Node) -> list[Node]:
     if (place := _CALLING.get(name)) is not None:
         inner = node.args[place] if len(node.args) > place else None
         if isinstance(inner, torch._ops.OpOverload):
-            return list(_written_by_schema(inner, node.args[place + 1 :], node.kwargs))
+            return list(node_leaves(written_in_call(inner, node.args[place + 1 :], node.kwargs)))
         return list(node.all_input_nodes)
     bodies = bodies_of(node)
     if bodies and not any(written_arguments(each) for body in bodies for each in body.graph.nodes):
@@ -406,8 +393,6 @@ def is_work(node: Node) -> bool:
 aten = torch.ops.aten
 
 _NOTHING: frozenset[str] = frozenset()
-_CUBLAS = frozenset({"cublas"})
-_ATTENTION = frozenset({"cublas", "attention"})
 
 _PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 _PLAIN = {
@@ -418,7 +403,6 @@ _PLAIN = {
     *(aten._to_copy, aten.clone, aten.copy, aten.copy_),
     *(aten.full, aten.zeros, aten.ones, aten.empty, aten.empty_strided, aten.arange, aten.scalar_tensor),
 }
-_ATTENDING = {"graphex::attention", "graphex::paged_attention", "graphex::rotary_attention_"}
 
 
 def libraries_of(graph: Graph) -> frozenset[str]:
@@ -438,9 +422,9 @@ def _libraries_of(node: Node) -> frozenset[str]:
         return EVERY_LIBRARY
     spec = SPECS.get(op.name().partition(".")[0])
     if spec is not None and spec.defined_here:
-        return _ATTENTION if spec.name in _ATTENDING else _CUBLAS
+        return spec.libraries
     if op.overloadpacket in _PRODUCTS:
-        return _CUBLAS
+        return CUBLAS
     is_plain = op.overloadpacket in _PLAIN or does_nothing(node)
     is_atens = op.namespace == "aten" and (op.is_view or torch.Tag.pointwise in op.tags)
     return _NOTHING if is_plain or is_atens else EVERY_LIBRARY
@@ -456,7 +440,7 @@ CURRENT = "(current)"  # how an op names the stream that the compiled function i
 
 @dataclass(frozen=True)
 class Sync:
-    """An event that is recorded on a stream, or waited for; or a stream that waits for all that another one has."""
+    """One synchronisation: a stream records an event, waits for one, or waits for all work of another stream."""
 
     kind: str  # record, wait or wait_stream
     stream: Hashable

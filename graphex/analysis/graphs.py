@@ -64,6 +64,23 @@ def named_arguments(target: Any, args: Collection[Any], kwargs: Mapping[str, Any
     return named
 
 
+def given_arguments(node: Node) -> dict[str, Any]:
+    """The arguments that a call of an operator was given, by schema name, without defaults."""
+    names = (name for name, _ in parameters_of(node.target) or ())
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def positional(target: Any, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of an operator's call in schema order, up to the last that is named, with defaults for the others.
+
+    Raises KeyError for a name that the operator does not have.
+    """
+    parameters = parameters_of(target) or ()
+    places = {name: place for place, (name, _) in enumerate(parameters)}
+    count = 1 + max(places[name] for name in named)
+    return tuple(named.get(name, default) for name, default in parameters[:count])
+
+
 def argument(node: Node, name: str, default: Any = None) -> Any:
     """One argument by its schema name; `default` if the operator has none of this name."""
     for position, (each, given) in enumerate(parameters_of(node.target) or ()):

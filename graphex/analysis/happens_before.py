@@ -26,8 +26,8 @@ which is written somewhere is stamped with how many writes came before it, and t
 `accesses` lists which memory each node reads and writes, and on which stream. Views and parts of tuples touch nothing:
 the nodes that read and write through them do.
 
-`races` asks whether the events of a graph are enough: every use of memory on one stream ordered behind what it needs of
-others.
+`Walk.races` says whether the events of a graph are enough: they order every use of memory on one stream behind what it
+needs of others.
 
     a = sin(x)  side
     b = add(a, 1)                      Race("'add' ... uses what 'sin' makes ..."): nothing makes it wait
@@ -128,11 +128,10 @@ class Order:
     def first_unordered(
         self, writer: Node, uses: Mapping[Hashable, list[Node]], *, behind_by: Order | None = None
     ) -> Node | None:
-        """The first of some nodes, given for each stream in order, that nothing puts before or behind `writer`.
+        """The first node in `uses` (nodes by stream, in order) that has no order with `writer`.
 
-        What a stream knows of another only grows: of those before the writer all that it does not know to have finished
-        are unordered, and of those behind it none if the first of them waits for it. Whether one behind it waits is
-        asked of `behind_by`, if that is given.
+        One lookup before the writer and one behind it are enough for each stream, because knowledge about a stream only
+        grows. `behind_by`, if it is given, decides whether later nodes wait for the writer.
         """
         place = self._position.__getitem__
         waits = behind_by or self
@@ -175,7 +174,7 @@ class Order:
 
 
 def _is_placed(node: Node) -> bool:
-    """Events name their streams; where they stand themselves means nothing."""
+    """Whether a node's position on its stream counts. That of an event does not: it names its stream as an argument."""
     return node.op.startswith("call") and synchronisation(node) is None
 
 
@@ -274,13 +273,6 @@ class Race:
     sentence: str
 
 
-def races(graph: Graph) -> list[Race]:
-    """Everything that is missing in a graph whose events are final; empty if it is free of races."""
-    walk = Walk(graph)
-    walk.run()
-    return walk.races
-
-
 @dataclass
 class Done:
     """Work that was given out: where, when, and what is known once it has finished."""
@@ -364,7 +356,7 @@ class Walk:
             self._memory[storage] = _Memory(done)
 
     def _follow(self, sources: list[Done], stream: Stream, node: Node, kind: str) -> None:
-        """Let `stream` be behind all of `sources`; what the latest of them implies is not asked for again."""
+        """Make `stream` wait for `sources`, leaving out those that a later source implies."""
         for done in sorted(sources, key=lambda done: done.position, reverse=True):
             if not self.clocks.knows(stream, done.stream, done.position):
                 self.missing(done, stream, node, "begin" if done is self.begin else kind)
@@ -380,7 +372,7 @@ class Walk:
         return done
 
     def _memory_state(self, storage: Storage) -> _Memory:
-        """Memory that nothing in the graph has written was written by the caller."""
+        """The last write and the reads of a memory; the caller has written what nothing in the graph has."""
         return self._memory.setdefault(storage, _Memory(self.begin))
 
 

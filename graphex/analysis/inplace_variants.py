@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from graphex.errors import InputError
 from graphex.ops import INPLACE, SPECS
-from graphex.torch_private.graphs import overload_of
+from graphex.torch_private.graphs import overload_of, written_places
 
 # `aten` overloads whose in-place variant computes the same bits (tests/analysis/test_inplace_variants.py), except on
 # complex numbers.
@@ -55,7 +55,7 @@ def inplace_variant(target: Any) -> torch._ops.OpOverload | None:
 
 @cache
 def has_unproven_variant(target: Any) -> bool:
-    """Whether there is an overload that would write the result to the first argument, but perhaps other bits."""
+    """Whether an overload writes the result to the first argument, and is not known to give the same bits."""
     if (
         not isinstance(target, torch._ops.OpOverload)
         or target.namespace != "aten"
@@ -84,8 +84,7 @@ def _variant_by_schema(target: torch._ops.OpOverload) -> torch._ops.OpOverload |
         return None
     pairs = zip(target._schema.arguments, variant._schema.arguments, strict=True)
     same = all((mine.name, str(mine.type)) == (its.name, str(its.type)) for mine, its in pairs)
-    writes = [_is_written(argument) for argument in variant._schema.arguments]
-    return variant if same and writes[0] and not any(writes[1:]) else None
+    return variant if same and [place for place, _ in written_places(variant)] == [0] else None
 
 
 # -- declared pairs ----------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ def _check_arguments(who: str, one: Op, other: Op) -> None:
 
 def _written(who: str, op: Op, mutated: Sequence[str | int] | None) -> tuple[int, ...]:
     arguments = op._schema.arguments
-    declared = [place for place, argument in enumerate(arguments) if _is_written(argument)]
+    declared = [place for place, _ in written_places(op)]
     if not declared:
         raise InputError(f"{who}: the schema of '{op}' declares no argument as written. Declare it as Tensor(a!).")
     chosen = declared if mutated is None else [_place(who, op, each) for each in mutated]
@@ -275,10 +274,6 @@ def _hands_back(op: Op, results: Sequence[Any], written: tuple[int, ...]) -> boo
 
 def _alias_set(declared: Any) -> set[str]:
     return set(declared.alias_info.before_set) if declared.alias_info is not None else set()
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _arguments(op: Op) -> list[tuple[str, str]]:

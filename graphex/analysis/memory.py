@@ -200,7 +200,7 @@ def why_not_reusable(
     if use is not None and not any(
         aliases.may_alias(value, dead) for each in aliases.readers_after(dead, writer) for value in each.all_input_nodes
     ):
-        return Refusal(_with_line(f"'{dead.name}' is not free: {use.reason}", use.until), use.until, use.edit)
+        return Refusal(_with_line(f"'{dead.name}' is not free: {use.reason}", use.node), use.node, use.edit)
     if (reader := aliases.first_reader_after(dead, writer)) is not None:
         return _expected(_with_line(f"'{dead.name}' is read later by '{reader.name}'", reader), reader)
     return unordered(order, aliases, writer, [dead] if result is None else [dead, result])
@@ -218,10 +218,10 @@ def unordered(order: Order, aliases: Aliases, writer: Node, values: Iterable[Nod
 def unordered_update(
     order: Order, with_data: Order, aliases: Aliases, writer: Node, values: Iterable[Node], leaving_out: Container[Node]
 ) -> Refusal | None:
-    """The same for a write that makes a new version of `values` in their place; uses in `leaving_out` are not asked.
+    """`unordered` for a write that replaces `values` by a new version in place; uses in `leaving_out` do not count.
 
-    What reads the new version waits for it, whichever stream it is on: it is a value that another stream makes. What
-    reads the version before has to be ordered by events: the write gives it nothing to wait for.
+    Nodes that read the new version wait for it on any stream: it is a value that they take. Nodes that read the version
+    before have to be ordered by events: the write gives them nothing to wait for.
     """
     if order.one_stream:
         return None
@@ -248,7 +248,7 @@ def _with_line(reason: str, node: Node | None) -> str:
 
 
 def fills_its_storage(value: Tensor) -> bool:
-    """A part of a larger storage would keep the whole alive, and its offset would show."""
+    """Whether a tensor fills its storage. One that does not would keep all of it alive, and its offset would show."""
     if any(stride == 0 for stride in value.stride()):
         return False
     size = value.numel() * value.element_size()
@@ -262,8 +262,8 @@ def contract_of(gm: GraphModule) -> RegionContract | Refusal:
     """The contract of a node that runs a graph with the graph's placeholders as its arguments."""
     graph, aliases = gm.graph, Aliases(gm.graph)
     for node in graph.nodes:
-        if reason := _why_none(node, aliases):
-            return Refusal(reason, node)
+        if (refusal := _why_no_contract(node, aliases)) is not None:
+            return refusal
     inputs = [aliases.storages(node) for node in graph.find_nodes(op="placeholder")]
     work = [node for node in graph.nodes if is_work(node)]
     read = frozenset[Storage]().union(*map(aliases.read_by, work))
@@ -294,20 +294,20 @@ def _places(inputs: list[frozenset[Storage]], storages: frozenset[Storage]) -> f
     return frozenset(place for place, memory in enumerate(inputs) if not memory.isdisjoint(storages))
 
 
-def _why_none(node: Node, aliases: Aliases) -> str:
-    """Why a graph with this node has no contract; empty if the node is not in the way."""
+def _why_no_contract(node: Node, aliases: Aliases) -> Refusal | None:
+    """Why a graph with this node has no contract; None if the node is not in the way."""
     if node.op == "get_attr":
         is_shared = aliases.is_written(node) or aliases.reaches_output(node)
-        return f"the constant '{node.target}' is written or returned" if is_shared else ""
+        return Refusal(f"the constant '{node.target}' is written or returned", node) if is_shared else None
     if not node.op.startswith("call"):
-        return ""
+        return None
     if has_hidden_effect(node):
-        return f"'{node.name}' has an effect besides what it writes"
+        return Refusal(f"'{node.name}' has an effect besides what it writes", node)
     if synchronisation(node) is not None:
-        return f"'{node.name}' orders streams"
+        return Refusal(f"'{node.name}' orders streams", node)
     if launch_of(node) is not None or is_wait(node):
-        return f"'{node.name}' works on after it has returned, or waits for an op that does"
-    return f"'{keeper}' may keep what it is given" if (keeper := keeper_of(node)) else ""
+        return Refusal(f"'{node.name}' works on after it has returned, or waits for an op that does", node)
+    return Refusal(f"'{keeper}' may keep what it is given", node) if (keeper := keeper_of(node)) else None
 
 
 # -- the tail of a graph -----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from graphex.torch_private.symbolic import free_symbols, multiple_of
 
 
 class RowPlace(NamedTuple):
-    """Rows lie along `dim`, each `block` elements long."""
+    """The place of rows in a tensor: along `dim`, each `block` elements long."""
 
     dim: int
     block: int = 1
@@ -103,7 +103,7 @@ class Rows:
         return rule(self, node)
 
     def _checked(self, node: Node, place: RowPlace | None) -> RowPlace | None:
-        """The rule of an op must agree with its sizes."""
+        """The place that the rule of an op has found, if the sizes of the result agree with it. Raises otherwise."""
         value = node.meta.get("val")
         if isinstance(value, Tensor) and self.of(value, node) != place:
             self.refuse(node, "its rows are not where they should be")
@@ -281,7 +281,7 @@ def _linear(rows: Rows, node: Node) -> RowPlace | None:
 
 
 def _along_the_last(*names: str) -> Rule:
-    """Our norms and linear layers: each row of these arguments for itself, what else they take is the same for all."""
+    """The rule of our norms and linear layers: they treat each row of these arguments by itself."""
 
     def rule(rows: Rows, node: Node) -> RowPlace | None:
         given = [each for name in names if isinstance(each := argument(node, name), Node)]

@@ -86,7 +86,7 @@ def may_be_empty(value: Any) -> bool:
 
 
 def canonical_dim(dim: int, rank: int) -> int:
-    """-1 and rank - 1 are the same dimension; comparisons happen on the non-negative one."""
+    """The non-negative form of a dimension, in which dimensions are compared."""
     return dim + max(rank, 1) if dim < 0 else dim
 
 

@@ -25,8 +25,8 @@ from graphex.ascend.api import get_npu_backend, get_npugraph_ex_backend
 from graphex.ascend.config import Group, flat_config
 from graphex.cache.artefacts import Artefact
 from graphex.cache.graphs import GraphData, Ref, TensorData
-from graphex.cache.keys import Key
-from graphex.cache.store import GRAPH, Store
+from graphex.cache.keys import CacheKey
+from graphex.cache.store import GRAPH, CacheStore
 from graphex.env import rank_and_size, write_text
 from graphex.errors import InputError
 from graphex.records import FellBack, Journal
@@ -140,7 +140,7 @@ def readable_cache(cache_bin: str | Path, print_output: bool = True, file: str |
     if path.is_symlink() or not path.exists():
         raise InputError(f"'{path}' is {'a link' if path.is_symlink() else 'not there'}.")
     folder = path if path.is_dir() else path.parent
-    store = Store(folder.absolute())
+    store = CacheStore(folder.absolute())
     try:
         wanted = [entry.id for entry in store.entries() if path.is_dir() or path.name.startswith(entry.id)]
         texts = [_entry_text(store, id) for id in wanted]
@@ -157,7 +157,7 @@ def readable_cache(cache_bin: str | Path, print_output: bool = True, file: str |
     return text
 
 
-def _entry_text(store: Store, id: str) -> str:
+def _entry_text(store: CacheStore, id: str) -> str:
     key, data = store.key(id), store.artefact(id)
     artefact = Artefact.from_bytes(data)
     lines = [f"# {id}{GRAPH}", *_key_lines(key), "", *_graph_lines("graph", artefact.graph)]
@@ -168,7 +168,7 @@ def _entry_text(store: Store, id: str) -> str:
     return "\n".join(lines)
 
 
-def _key_lines(key: Key | None) -> list[str]:
+def _key_lines(key: CacheKey | None) -> list[str]:
     if key is None:
         return ["# its key cannot be read"]
     parts = [(name, value) for name, value in key.parts.items() if isinstance(value, str)]

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphex.torch_private.dynamo import disable
-from graphex.torch_private.memory import marked, marks_of
+from graphex.torch_private.graphs import written_in_call
+from graphex.torch_private.memory import marked, marks_of, storage_address
 from graphex.torch_private.npu import (
     allocate_on_host,
     as_host,
@@ -156,7 +157,7 @@ class _Call:
 
 def _grown(host: Tensor, tensor: Tensor) -> Tensor:
     """Give the npu tensor the size and storage of its host tensor, which an op with `out=` may have resized."""
-    same_memory = host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    same_memory = storage_address(host) == storage_address(tensor)
     if not same_memory or host.shape != tensor.shape or host.stride() != tensor.stride():
         set_metadata(tensor, storage_as_npu(host.untyped_storage()), host)
     return tensor
@@ -283,7 +284,7 @@ class Tape:
 
     def run(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run and record a call."""
-        self._undo += [(tensor, tensor.clone()) for tensor in _written(op, args, kwargs)]
+        self._undo += [(tensor, tensor.clone()) for tensor in _tensors(written_in_call(op, args, kwargs))]
         result = op(*args, **kwargs)
         self.calls.append((op, args, kwargs, result))
         return result
@@ -305,9 +306,9 @@ class Tape:
     def play(self) -> None:
         for op, args, kwargs, result in self.calls:
             again = op(*args, **kwargs)
-            given = {_address(leaf) for leaf in _tensors((args, kwargs))}
+            given = {storage_address(leaf) for leaf in _tensors((args, kwargs))}
             for old, new in zip(_tensors(result), _tensors(again), strict=True):
-                if _address(old) not in given:  # neither written in place nor a view
+                if storage_address(old) not in given:  # neither written in place nor a view
                     old.copy_(new)
 
 
@@ -376,21 +377,8 @@ def graph(
         npu_graph.capture_end()
 
 
-def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return _tensors(given)
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The cache: what one process compiled is what the next one loads.
 
     keys        everything that a compiled graph depends on, part by part; the first part in which two keys differ
-    sources     a user's functions (passes, rules, decompositions) as text that changes when they do
+    sources     a user's functions (passes, rules, decompositions) as text that changes when they do; names in code
     graphs      FX graphs as plain data, with the fake tensors, sizes and notes on their nodes
     artefacts   a compiled graph as plain data: the graph after all passes, its regions' code, its records, its guards;
                 regions that another process compiles while this one runs without them

@@ -55,7 +55,7 @@ from graphex.cache.graphs import (
     packed_graph,
     unpacked_graph,
 )
-from graphex.errors import one_line
+from graphex.errors import Refusal, one_line
 from graphex.records import (
     FellBack,
     MemoryPredicted,
@@ -69,15 +69,14 @@ from graphex.records import (
     RuleTried,
 )
 from graphex.regions.compiler import RegionCode, compile_region, settings
-from graphex.regions.region import Promises, Region
+from graphex.regions.region import Promises, Region, region_called
 from graphex.regions.stage import NOTHING, region_record
-from graphex.runtime.buffers import Kept
-from graphex.runtime.codegen import region_called
-from graphex.runtime.program import ExecutableGraph, Program, held_back
+from graphex.runtime.buffers import KeptValues
+from graphex.runtime.program import Around, ExecutableGraph, Program, held_back
 from graphex.torch_private.dynamo import compile_lock
 from graphex.torch_private.graphs import graph_module
 from graphex.torch_private.inductor import known_instruction_set, packed_code, runner_of, unpacked_code
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv
+from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, ShapeEnv, mode_of
 
 LARGEST_CONSTANTS = 2**24  # bytes
 BELIEVED = 3600.0  # seconds: so long is a doubtful trial believed
@@ -87,8 +86,9 @@ _FACTS = (Rewrote, Refused, RuleTried, NearMiss, RegionCompiled, RegionBorder, M
 
 @dataclass(frozen=True)
 class CodeData:
-    """Inductor's code for regions that are alike. `known` are settings that spare it work when the code is loaded,
-    `inlined` the names of ops that it was given the formula of.
+    """Inductor's code for regions that are alike.
+
+    `known` are settings that make loading faster; `inlined` names the ops that were compiled from their formula.
     """
 
     packed: bytes
@@ -144,7 +144,7 @@ class Artefact:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Artefact:
-        """`data` must come from a file that only this user can have written. Raises ValueError for other bytes."""
+        """The artefact in `data`, which only this user can have written. Raises ValueError for other bytes."""
         try:
             found = pickle.loads(data)
         except Exception as error:
@@ -184,8 +184,8 @@ def artefact_of(
     made.constants = _own_constants(gm, made, given)
     numbers: dict[int, int] = {}
     for node in gm.graph.find_nodes(op="call_module"):
-        region = gm.get_submodule(str(node.target))
-        if not isinstance(region, Region):
+        region = region_called(gm, node)
+        if region is None:
             raise CannotStoreError(f"'{node.name}' calls a module")
         if id(region.code) not in numbers:
             numbers[id(region.code)] = len(made.codes)
@@ -373,7 +373,7 @@ _running: list[subprocess.Popen[bytes]] = []
 
 Kinds = list[list[tuple[str, Region]]]  # the regions of a graph by name, those that are alike together
 Compiled = tuple[CodeData, dict[str, Any]]  # code, and what else `RegionCode` says of it
-Reply = list[Compiled | str]  # for each kind its code, or why it has none
+Reply = list[Compiled | Refusal]  # for each kind its code, or why it has none
 
 
 def compiled_in_background(graph: ExecutableGraph, program: Program) -> Program:
@@ -386,17 +386,15 @@ def compiled_in_background(graph: ExecutableGraph, program: Program) -> Program:
     return Awaiting(graph, program, list(found.values())) if found else program
 
 
-class Awaiting(Program):
+class Awaiting(Around):
     """A program whose regions get their code between two calls."""
 
     def __init__(self, graph: ExecutableGraph, program: Program, kinds: Kinds) -> None:
-        super().__init__(program.written)
-        self.is_whole, self.may_replay = program.is_whole, program.may_replay
-        self.reads_numbers = program.reads_numbers
-        self._graph, self._program, self._kinds = graph, program, kinds
+        super().__init__(program)
+        self._graph, self._kinds = graph, kinds
         self._began = time.perf_counter()
         self._calls = 0
-        self._codes: list[RegionCode | str] | None = None  # None until they are there, and after they are in use
+        self._codes: list[RegionCode | Refusal] | None = None  # None until they are there, and after they are in use
         self._lock = threading.RLock()  # a finalizer may call in the middle
         self._note("begun")
         threading.Thread(target=self._wait, name="graphex regions", daemon=True).start()
@@ -410,19 +408,16 @@ class Awaiting(Program):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed(args, seen=seen)
+        results = super().replayed(args, seen=seen)
         self._calls += results is not None
         return results
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         if self._codes is not None:
             return None
-        results = self._program.replayed_from(kept, args)
+        results = super().replayed_from(kept, args)
         self._calls += results is not None
         return results
-
-    def free(self) -> None:
-        self._program.free()
 
     def _wait(self) -> None:
         """In a thread of its own: have the regions compiled, and load their code."""
@@ -430,7 +425,7 @@ class Awaiting(Program):
             with _one_at_a_time:
                 codes = compiled_elsewhere(self._kinds, settings(self._graph.compilation.config))
         except Exception as error:  # the process may have been ended, or never begun
-            codes = [one_line(error)] * len(self._kinds)
+            codes = [Refusal(one_line(error))] * len(self._kinds)
         if not sys.is_finalizing():
             self._codes = codes
 
@@ -442,16 +437,16 @@ class Awaiting(Program):
                 return  # another thread has done it
             for kind, code in zip(self._kinds, codes, strict=True):
                 self._give(kind, code)
-            failed = [code for code in codes if isinstance(code, str)]
+            failed = [code for code in codes if isinstance(code, Refusal)]
             if len(failed) < len(codes):
                 self._program.free()
-            self._note("failed" if len(failed) == len(codes) else "in use", failed[0] if failed else "")
+            self._note("failed" if len(failed) == len(codes) else "in use", failed[0].reason if failed else "")
 
-    def _give(self, kind: Sequence[tuple[str, Region]], code: RegionCode | str) -> None:
+    def _give(self, kind: Sequence[tuple[str, Region]], code: RegionCode | Refusal) -> None:
         journal, name = self._graph.compilation.journal, self._graph.name
-        if isinstance(code, str):
+        if isinstance(code, Refusal):
             what = f"a region of {len(_calls(kind[0][1]))} nodes is not compiled"
-            journal.fall_back(FellBack(name, what, code, line=kind[0][1].line))
+            journal.fall_back(FellBack(name, what, code.reason, line=kind[0][1].line))
             return
         for place, (node, region) in enumerate(kind):
             region.take(code)
@@ -472,12 +467,12 @@ def _calls(region: Region) -> list[torch.fx.Node]:
 # -- this process ------------------------------------------------------------------------------------------------------
 
 
-def compiled_elsewhere(kinds: Kinds, patches: dict[str, Any]) -> list[RegionCode | str]:
+def compiled_elsewhere(kinds: Kinds, patches: dict[str, Any]) -> list[RegionCode | Refusal]:
     """The code of each kind of regions, compiled by another process; why there is none, where there is none."""
     bodies = [kind[0][1].body for kind in kinds]
     reply = _asked([_data(body) for body in bodies], patches)
     return [
-        made if isinstance(made, str) else _loaded(made, body, patches)
+        made if isinstance(made, Refusal) else _loaded(made, body, patches)
         for made, body in zip(reply, bodies, strict=True)
     ]
 
@@ -491,16 +486,16 @@ def _data(body: GraphModule) -> GraphData:
     return replace(data, nodes=[node._replace(meta=meta) for node, meta in zip(data.nodes, values, strict=True)])
 
 
-def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> RegionCode | str:
+def _loaded(made: Compiled, body: GraphModule, patches: dict[str, Any]) -> RegionCode | Refusal:
     code, about = made
-    values = [node.meta.get("val") for node in body.graph.nodes]
-    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
+    assert mode is not None
     try:
         with compile_lock:
             inputs = _values(body.graph.find_nodes(op="placeholder"))
             return replace(_region_code(code, inputs, mode, patches), **about)
     except Exception as error:  # Inductor may raise anything
-        return f"its code cannot be loaded: {one_line(error)}"
+        return Refusal(f"its code cannot be loaded: {one_line(error)}")
 
 
 def _asked(bodies: list[GraphData], patches: dict[str, Any]) -> Reply:
@@ -546,7 +541,7 @@ def serve(where: str) -> None:
         try:
             reply.append(_compiled(data, patches))
         except Exception as error:  # Inductor may raise anything; the nodes run as they are
-            reply.append(one_line(error))
+            reply.append(Refusal(one_line(error)))
     written = folder / f"{REPLY}.part"
     written.write_bytes(pickle.dumps(reply))
     written.rename(folder / REPLY)

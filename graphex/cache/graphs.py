@@ -25,6 +25,7 @@ from graphex.analysis.dependencies import WRITES, TracedProgram, Writes
 from graphex.analysis.effects import region_of
 from graphex.analysis.graphs import ORIGINS
 from graphex.runtime.program import COUNTED
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import (
     FakeTensor,
     FakeTensorMode,
@@ -230,7 +231,7 @@ class Packer:
         if not isinstance(value, FakeTensor) or value.layout != torch.strided or value.is_conj() or value.is_neg():
             raise self.refuse(f"has a value of type {type(value).__name__} and layout {value.layout}")
         memory = value.untyped_storage()
-        storage = self._storages.setdefault(memory._cdata, len(self._storages))
+        storage = self._storages.setdefault(storage_key(value), len(self._storages))
         self._kept.append(memory)
         if storage not in self._data.storages:
             self._data.storages[storage] = self._number(memory.nbytes())

@@ -49,7 +49,7 @@ Parts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Key:
+class CacheKey:
     """`name` is the function the graph is of; `rows` are the nodes of the graph, and `lines` where they come from."""
 
     name: str
@@ -64,7 +64,7 @@ class Key:
 
     @property
     def group(self) -> str:
-        """Equal for the keys of one function."""
+        """A hash of the function's name: keys of one function share it."""
         return hashlib.sha256(self.name.encode(errors="backslashreplace")).hexdigest()[:8]
 
     @property
@@ -75,8 +75,8 @@ class Key:
         return json.dumps({"name": self.name, "parts": self.parts, "rows": self.rows, "lines": self.lines})
 
     @classmethod
-    def from_json(cls, text: str) -> Key:
-        """Raises ValueError for any other text."""
+    def from_json(cls, text: str) -> CacheKey:
+        """The key that `to_json` has written. Raises ValueError for any other text."""
         found = json.loads(text)
         if not isinstance(found, dict) or set(found) != {"name", "parts", "rows", "lines"}:
             raise ValueError("it is not a key")
@@ -92,7 +92,7 @@ def key_of(
     about: Mapping[str, object],
     conditions: list[str],
     lines: list[str],
-) -> Key:
+) -> CacheKey:
     """The key of a graph. Raises NoFingerprintError or CannotStoreError, saying why there is none.
 
     `about` says what else decides how the graph is compiled, such as its static inputs; `conditions` are those on its
@@ -101,7 +101,7 @@ def key_of(
     parts = key_parts(device_names(gm), config, decompositions, phase)
     parts["about"] = {what: repr(value) for what, value in about.items()}
     rows = [*graph_rows(gm.graph, lambda node: _noted(gm, node)), {"conditions": repr(conditions)}]
-    return Key(name, parts, rows, lines)
+    return CacheKey(name, parts, rows, lines)
 
 
 def key_parts(devices: Sequence[str], config: CompilerConfig, decompositions: Mapping[Any, Any], phase: str) -> Parts:
@@ -236,7 +236,7 @@ def text_of(value: object) -> str:
 # -- two keys ----------------------------------------------------------------------------------------------------------
 
 
-def nearest(key: Key, others: Sequence[Key]) -> Key | None:
+def nearest(key: CacheKey, others: Sequence[CacheKey]) -> CacheKey | None:
     """The graph of the same function and phase with the fewest parts that differ, and the fewest entries of these; the
     first of several.
     """
@@ -244,7 +244,7 @@ def nearest(key: Key, others: Sequence[Key]) -> Key | None:
     return min(same, key=lambda other: _distance(key, other), default=None)
 
 
-def _distance(now: Key, before: Key) -> tuple[int, int]:
+def _distance(now: CacheKey, before: CacheKey) -> tuple[int, int]:
     """How many parts of two keys differ, and how many entries of these parts, where they have names."""
     differing = _differing(now, before)
     named = [(_entries(now.parts.get(part)), _entries(before.parts.get(part))) for part in differing]
@@ -255,7 +255,7 @@ def _entries(part: object) -> set[tuple[str, str]]:
     return {(name, str(value)) for name, value in part.items()} if isinstance(part, dict) else set()
 
 
-def difference(now: Key, before: Key) -> str:
+def difference(now: CacheKey, before: CacheKey) -> str:
     """The first thing in which two keys differ, in a sentence; empty if they do not."""
     differing = _differing(now, before)
     if not differing:
@@ -293,7 +293,7 @@ def _said(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
-def _differing(now: Key, before: Key) -> list[str]:
+def _differing(now: CacheKey, before: CacheKey) -> list[str]:
     parts = [part for part in {**now.parts, **before.parts} if now.parts.get(part) != before.parts.get(part)]
     return [*parts, *(["graph"] if now.rows != before.rows else [])]
 
@@ -315,7 +315,7 @@ def _of_lists(subject: str, here: list[Any], there: list[Any]) -> str:
     )
 
 
-def _of_rows(now: Key, before: Key) -> str:
+def _of_rows(now: CacheKey, before: CacheKey) -> str:
     """Where two graphs differ: an input, or a node with its source line."""
     place = next(
         (at for at, (row, other) in enumerate(zip(now.rows, before.rows, strict=False)) if row != other),
@@ -340,13 +340,16 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
-def _apart(before: str, now: str, around: int = 40) -> str:
-    """The part of two texts in which they differ."""
+_AROUND = 40  # characters
+
+
+def _apart(before: str, now: str) -> str:
+    """The part of two texts in which they differ, with some characters around it."""
     start = _common(before, now)
     end = _common(before[start:][::-1], now[start:][::-1])
-    begin = max(0, start - around)
+    begin = max(0, start - _AROUND)
 
     def cut(text: str) -> str:
-        return text[begin : max(len(text) - end + around, start)][:200]
+        return text[begin : max(len(text) - end + _AROUND, start)][:200]
 
     return f"it was ...{cut(before)}... and is ...{cut(now)}..."

@@ -84,7 +84,7 @@ class NoFingerprintError(Exception):
 
 
 def fingerprint(value: object) -> str:
-    """Equal in two processes only if what the value does is. Raises NoFingerprintError, saying what is in the way."""
+    """A text that is equal in two processes only if the values do the same. Raises NoFingerprintError, saying why."""
     hasher = _Hasher()
     try:
         hasher.feed(value)
@@ -437,24 +437,31 @@ def _name(value: Any) -> str:
     return str(getattr(value, "__qualname__", None) or type(value).__qualname__)
 
 
-def _names(code: CodeType) -> list[str]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those inside of it, the outermost first."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from codes_in(each)
+
+
+def names_in(code: CodeType) -> list[str]:
     """The global names that a function may read, those of functions inside of it too; attributes are among them."""
-    found = dict.fromkeys(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found.update(dict.fromkeys(_names(constant)))
+    return list(dict.fromkeys(name for each in codes_in(code) for name in each.co_names))
+
+
+def _names(code: CodeType) -> list[str]:
+    """The same, and all texts in the code where a name may be read by its text."""
+    found = names_in(code)
     if not _BY_TEXT.isdisjoint(found):
-        found.update(dict.fromkeys(text for text in code.co_consts if isinstance(text, str)))
-    return list(found)
+        found += (text for each in codes_in(code) for text in each.co_consts if isinstance(text, str))
+    return list(dict.fromkeys(found))
 
 
 def _imports(function: FunctionType) -> list[str]:
     """The modules that a function, or one inside of it, imports."""
     found: dict[str, None] = {}
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for code in codes_in(function.__code__):
         before = [*dis.get_instructions(code)]
         for place, each in enumerate(before):
             if each.opname == "IMPORT_NAME":

@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphex.cache.keys import Key
+from graphex.cache.keys import CacheKey
 from graphex.env import (
     LARGEST,
     Folder,
@@ -64,7 +64,7 @@ class Entry:
     hits: int
 
 
-class Store:
+class CacheStore:
     """The graphs that are stored in a folder. Methods raise OSError where it cannot be used, saying why."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -73,7 +73,7 @@ class Store:
     def _open(self) -> AbstractContextManager[Folder]:
         return open_folder(self.path.parent, self.path.name)
 
-    def load(self, key: Key) -> bytes | None:
+    def load(self, key: CacheKey) -> bytes | None:
         """The artefact of a key; None without one. Raises ValueError if it is damaged."""
         with self._open() as folder:
             try:
@@ -86,7 +86,7 @@ class Store:
         with suppress(OSError), self._open() as folder:
             folder.append(f"{id}{HITS}", b".")
 
-    def save(self, key: Key, artefact: bytes) -> int:
+    def save(self, key: CacheKey, artefact: bytes) -> int:
         """Write an entry, and make room for it; its size."""
         content, about = sealed(artefact), sealed(zlib.compress(key.to_json().encode(), 1))
         if len(content) > LARGEST:
@@ -97,7 +97,7 @@ class Store:
             make_room(folder, cache_limit(), but=name_of(key))
         return len(content) + len(about)
 
-    def load_calls(self, key: Key) -> list[tuple[str, bytes]]:
+    def load_calls(self, key: CacheKey) -> list[tuple[str, bytes]]:
         """The entries of the graphs that a call of the backend leads to, for some sizes each, and what is stored of it.
 
         Raises ValueError if one is damaged.
@@ -106,14 +106,14 @@ class Store:
             names = sorted(name for name in folder.names() if name.endswith(f".{key.digest}{CALL}"))
             return [(name.partition(".")[0], _call(folder, name)[1]) for name in names]
 
-    def save_call(self, id: str, key: Key, call: bytes) -> None:
+    def save_call(self, id: str, key: CacheKey, call: bytes) -> None:
         """Write a call of the backend that leads to the graph of this entry."""
         about = zlib.compress(key.to_json().encode(), 1)
         with self._open() as folder:
             content = sealed(len(about).to_bytes(_LENGTH, "big") + about + call)
             folder.replace(f"{id}.{key.digest}{CALL}", content)
 
-    def calls_alike(self, key: Key) -> list[Key]:
+    def calls_alike(self, key: CacheKey) -> list[CacheKey]:
         """The latest keys of calls of the same function."""
         with self._open() as folder:
             names = [name for name in folder.names() if name.startswith(f"{key.group}-") and name.endswith(CALL)]
@@ -125,7 +125,7 @@ class Store:
         with self._open() as folder:
             _discard(folder, id)
 
-    def alike(self, key: Key) -> list[Key]:
+    def alike(self, key: CacheKey) -> list[CacheKey]:
         """The latest keys of the same function."""
         with self._open() as folder:
             latest = sorted(_entries(folder), key=lambda entry: -entry.made)
@@ -137,7 +137,7 @@ class Store:
         with self._open() as folder:
             return sorted(_entries(folder), key=lambda entry: -entry.used)
 
-    def key(self, id: str) -> Key | None:
+    def key(self, id: str) -> CacheKey | None:
         """The key of an entry; None if it cannot be read."""
         with self._open() as folder:
             return _key(folder, id)
@@ -170,12 +170,14 @@ class Store:
             folder.replace(name, content)
 
 
-def name_of(key: Key) -> str:
+def name_of(key: CacheKey) -> str:
     return f"{key.group}-{key.digest}"
 
 
-def make_room(folder: Folder, limit: int, but: str = "") -> None:
-    """Remove what was not used for the longest time until the rest fits, and what killed processes left half done."""
+def make_room(folder: Folder, limit: int, but: str) -> None:
+    """Remove the entries that were not used for the longest time until the rest fits, all but one, and what killed
+    processes left half done.
+    """
     entries = sorted(_entries(folder), key=lambda entry: entry.used)
     size = sum(entry.bytes for entry in entries)
     for entry in entries:
@@ -227,15 +229,15 @@ def _entries(folder: Folder) -> Iterator[Entry]:
             yield Entry(id, size, graph.st_mtime, used, hits.st_size if hits else 0)
 
 
-def _key(folder: Folder, id: str) -> Key | None:
+def _key(folder: Folder, id: str) -> CacheKey | None:
     with suppress(*_UNREADABLE):
-        return Key.from_json(zlib.decompress(unsealed(folder.read(f"{id}{KEY}"))).decode())
+        return CacheKey.from_json(zlib.decompress(unsealed(folder.read(f"{id}{KEY}"))).decode())
     return None
 
 
-def _key_of_call(folder: Folder, name: str) -> Key | None:
+def _key_of_call(folder: Folder, name: str) -> CacheKey | None:
     with suppress(*_UNREADABLE):
-        return Key.from_json(_call(folder, name)[0])
+        return CacheKey.from_json(_call(folder, name)[0])
     return None
 
 
@@ -246,7 +248,7 @@ _WRITE_ONE = "`graphex cache export` writes an archive"
 _NAME = re.compile(r"[0-9a-f]{8}-[0-9a-f]{32}(?:\.key|\.graph|\.[0-9a-f]{32}\.call)")
 
 
-def write_archive(path: Path, store: Store, ids: Iterable[str]) -> int:
+def write_archive(path: Path, store: CacheStore, ids: Iterable[str]) -> int:
     """Write some entries to an archive; its size."""
     with written_whole(path) as file, tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for id in ids:
@@ -280,16 +282,16 @@ def read_archive(path: Path) -> dict[str, bytes]:
     return found
 
 
-def keys_of(files: dict[str, bytes]) -> dict[str, Key]:
+def keys_of(files: dict[str, bytes]) -> dict[str, CacheKey]:
     """The keys of the graphs in an archive, by their ids."""
     return {
-        name.removesuffix(KEY): Key.from_json(zlib.decompress(unsealed(content)).decode())
+        name.removesuffix(KEY): CacheKey.from_json(zlib.decompress(unsealed(content)).decode())
         for name, content in files.items()
         if name.endswith(KEY)
     }
 
 
-def store_archive(files: dict[str, bytes], store: Store) -> None:
+def store_archive(files: dict[str, bytes], store: CacheStore) -> None:
     """Write the files of an archive to the store: keys first, as the store itself does."""
     for name in sorted(files, key=lambda name: name.endswith(GRAPH)):
         store.put(name, files[name])

@@ -16,11 +16,11 @@ does not trace it again.
     writes that AOTAutograd counts, static inputs      all that its wrapper did around the calls of that graph
     constants, guards                                  made while it traced
 
-Only a graph that AOTAutograd hands over as it is has such an entry (`frontend.compiler.Portable`): one for inference,
-or the two of a training step, around which its wrapper is made again (`StoredStep`). A key is made only of what decides
-its trace for certain: torch's own functions and ops of torch's and ours, plain arguments, strided tensors. A function
-of the user's in the graph, an op of another library, a constant, a mode, hooks on saved tensors: AOTAutograd traces it,
-and the graph that comes of that is looked up.
+An entry exists only where AOTAutograd's wrapper does nothing that cannot be repeated (`frontend.compiler.Portable`):
+for an inference graph, or for the two of a training step, around which the wrapper is made again (`StoredStep`). A call
+has a key only if everything that decides its trace is known: torch's own functions, ops of torch's and ours, plain
+arguments, strided tensors. With anything else (a function of the user's, an op of another library, a constant, a mode,
+hooks on saved tensors) AOTAutograd traces the call, and the graph that comes of it is looked up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,16 +56,23 @@ from graphex.cache.artefacts import (
     records_of,
 )
 from graphex.cache.graphs import TRACE, CannotStoreError, Packer, Row, row_of
-from graphex.cache.keys import Key, device_names, difference, key_of, key_parts, nearest, text_of
+from graphex.cache.keys import CacheKey, device_names, difference, key_of, key_parts, nearest, text_of
 from graphex.cache.sources import NoFingerprintError
-from graphex.cache.store import Store, name_of
+from graphex.cache.store import CacheStore, name_of
 from graphex.errors import one_line
 from graphex.records import CacheAsked, Record
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.aot import autograd_state, has_hooks_on_saved_tensors, implemented_in_python, is_autocast_on
 from graphex.torch_private.dynamo import dispatch_modes, dual_level, is_transformed, modes_enabled
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, add_guards, conditions, pytree, stated_since
+from graphex.torch_private.memory import storage_key
+from graphex.torch_private.symbolic import (
+    FakeTensorMode,
+    add_guards,
+    conditions,
+    mode_of,
+    stated_since,
+)
 
 _WANTS_PASSES = {  # options that are about the passes themselves, or about the graph between them
     "verify": lambda config: config.verify,
@@ -90,7 +97,7 @@ class Search:
     compilation: Compilation
     name: str
     made: Made | None = None
-    key: Key | None = None
+    key: CacheKey | None = None
     reason: str = ""
     given: Given | None = None
     mode: FakeTensorMode | None = None
@@ -111,7 +118,7 @@ class Search:
             self.artefact = artefact_of(gm, functional, self.given, records, guards)
             if self.key is None:
                 return
-            size = Store(self.compilation.store).save(self.key, self.artefact.to_bytes())
+            size = CacheStore(self.compilation.store).save(self.key, self.artefact.to_bytes())
         except CannotStoreError as error:
             self.reason = str(error)
             if self.key is not None:
@@ -123,7 +130,7 @@ class Search:
             self.entry = name_of(self.key)
             self._note("miss", self.reason, time.perf_counter() - started, size)
 
-    def _note(self, status: str, reason: str = "", seconds: float = 0.0, size: int = 0) -> None:
+    def _note(self, status: str, reason: str, seconds: float = 0.0, size: int = 0) -> None:
         key = "" if self.key is None else name_of(self.key)
         self.compilation.journal.add(CacheAsked(self.name, status, key, reason, seconds, size))
 
@@ -141,7 +148,7 @@ def look_up(compilation: Compilation, name: str, gm: GraphModule, phase: str, st
         return search
     try:
         check_wanted(compilation, device_names(gm))
-        search.mode = _fake_mode(gm)
+        search.mode = _mode(gm.graph.nodes, "val", "the graph computes no tensor")
         _check_streams(gm)
         search.given = Given.of(gm)
         if is_on:
@@ -200,11 +207,11 @@ def _check_streams(gm: GraphModule) -> None:
             raise CannotStoreError(f"'{node.name}' is about a stream, and streams belong to a process")
 
 
-def _fake_mode(gm: GraphModule) -> FakeTensorMode:
-    values = pytree.tree_leaves([node.meta.get("val") for node in gm.graph.nodes])
-    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+def _mode(nodes: Iterable[Node], key: str, without: str) -> FakeTensorMode:
+    """The fake mode of the values of some nodes. Raises CannotStoreError where there is none, saying so."""
+    found = mode_of(node.meta.get(key) for node in nodes)
     if found is None:
-        raise CannotStoreError("the graph computes no tensor")
+        raise CannotStoreError(without)
     return found
 
 
@@ -213,7 +220,7 @@ def _load(search: Search) -> None:
     assert search.key is not None
     assert search.given is not None
     assert search.mode is not None
-    store = Store(search.compilation.store)
+    store = CacheStore(search.compilation.store)
     try:
         data = store.load(search.key)
         if data is None:
@@ -243,7 +250,7 @@ def made_here(
 ) -> Made:
     """The graph of an artefact, for a compilation of this process; see `made_from`."""
     patches = settings(compilation.config) if artefact.regions else {}
-    return made_from(artefact, given, mode, patches, _reporter(compilation, name), unloadable=unloadable)
+    return made_from(artefact, given, mode, patches, compilation.recorder(name), unloadable=unloadable)
 
 
 def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
@@ -253,14 +260,7 @@ def broken_guard(mode: FakeTensorMode, guards: list[Any]) -> object:
     return guards[0] if mode.shape_env is None else add_guards(mode.shape_env, guards)
 
 
-def _reporter(compilation: Compilation, graph: str) -> Any:
-    def report(what: str, reason: str, line: str) -> None:
-        compilation.fall_back(graph, what, reason, line=line)
-
-    return report
-
-
-def why_missed(key: Key, others: list[Key]) -> str:
+def why_missed(key: CacheKey, others: list[CacheKey]) -> str:
     """The first thing in which a key differs from the nearest that is stored."""
     found = nearest(key, others)
     return f"nothing is stored for '{key.name}' ({key.phase})" if found is None else difference(key, found)
@@ -282,10 +282,11 @@ _STATIC = "_dynamo_static_input_type"
 
 @dataclass(frozen=True)
 class HandedOver:
-    """Everything that AOTAutograd adds to an inference graph that it hands over as it is.
+    """The work of AOTAutograd's wrapper around a graph that it leaves as it is, and facts about that graph.
 
-    `counted` are the inputs of which it counts a write before each call, `dynamic` the dimensions that it marks in
-    results after it. `sizes` are those of its graph: nodes, inputs, results, devices; `traces` those of its nodes.
+    `counted` are the inputs for which it counts a write before each call, `dynamic` the dimensions that it marks in
+    results after it. `sizes` are the graph's nodes, inputs, results and devices; `traces` are the stack traces of its
+    nodes.
     """
 
     constants: dict[str, Any]
@@ -298,9 +299,8 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A call, as it is stored. `places`: which of Dynamo's nodes each of AOTAutograd's has its trace from, or -1.
-
-    `step` is there for a training step, of which this is the forward.
+    """A call, as it is stored. `places[i]` is the Dynamo node that gives node i of AOTAutograd's graph its stack trace,
+    or -1. `step` is the rest of a training step, if this is the forward of one.
     """
 
     handed: HandedOver
@@ -311,10 +311,10 @@ class StoredCall:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The rest of a training step: its backward, which is in another entry, and all that AOTAutograd's wrapper knows.
+    """The rest of a training step: its backward, which is in another entry, and AOTAutograd's wrapper.
 
-    `saved` are the records of what the forward saves, `results` is how many results it has, and `shared` are the saved
-    ones whose memory the user may have as well. `gradients` says which inputs get a gradient.
+    `saved` are the records about the values that the forward saves, `results` is how many results it has, `shared` are
+    the saved values that may share memory with the user. `gradients` says which inputs get a gradient.
     """
 
     backward: StoredCall
@@ -328,10 +328,10 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class Found:
-    """A stored graph. `made` makes it to run here, once: for a backward there is time until the forward has run.
+    """A stored graph. `made()` builds it for this process, once; a backward may be built while its forward runs.
 
-    If the code of a backward's region cannot be loaded by then, its nodes run one by one, with a record, and the entry
-    is removed: the next process compiles it. `calls_ours`: making it may compile kernels of graphex's.
+    If the code of a region in a backward cannot be loaded then, the nodes of the region run one by one, with a record,
+    and the entry is removed: the next process compiles it. `calls_ours`: building may compile kernels of graphex's.
     """
 
     phase: str
@@ -352,7 +352,7 @@ class CallSearch:
     found: tuple[Found, ...] = ()
     step: StoredStep | None = None
     reason: str = ""
-    key: Key | None = None
+    key: CacheKey | None = None
     seconds: float = 0.0
     mode: FakeTensorMode | None = None
     guards: int = 0  # those of the shape environment before AOTAutograd
@@ -371,7 +371,7 @@ class CallSearch:
             return
         call = replace(self.stored(handed), guards=stated_since(self.mode.shape_env, self.guards), step=step)
         with suppress(OSError):  # said of the graph
-            Store(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
+            CacheStore(self.compilation.store).save_call(graph, self.key, pickle.dumps(call, protocol=5))
 
     def stored(self, handed: HandedOver) -> StoredCall:
         """A graph that AOTAutograd has made of this call, with source traces as places of Dynamo's nodes."""
@@ -406,7 +406,7 @@ def _load_call(search: CallSearch) -> None:
     """Load what is stored for a key and fits these sizes, or say why nothing does."""
     assert search.key is not None
     assert search.mode is not None
-    store = Store(search.compilation.store)
+    store = CacheStore(search.compilation.store)
     for id, data in store.load_calls(search.key):
         call = pickle.loads(data)
         if not isinstance(call, StoredCall):
@@ -426,7 +426,7 @@ def _load_call(search: CallSearch) -> None:
     search.reason = search.reason or why_missed(search.key, store.calls_alike(search.key))
 
 
-def _made(search: CallSearch, store: Store, phase: str, id: str, call: StoredCall) -> Found:
+def _made(search: CallSearch, store: CacheStore, phase: str, id: str, call: StoredCall) -> Found:
     compilation = search.compilation
     assert search.gm is not None
     assert search.mode is not None
@@ -458,7 +458,7 @@ def _once(make: Callable[[], Made]) -> Callable[[], Made]:
     return get
 
 
-def _discard(store: Store, id: str) -> None:
+def _discard(store: CacheStore, id: str) -> None:
     with suppress(OSError):  # the next process finds it as this one did
         store.discard(id)
 
@@ -493,7 +493,7 @@ def _checked(gm: Any) -> GraphModule:
     return gm
 
 
-def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any]) -> Key:
+def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any]) -> CacheKey:
     state = autograd_state()
     if state is None:
         raise CannotStoreError("this torch does not say which settings AOTAutograd has")
@@ -504,15 +504,11 @@ def _key(compilation: Compilation, gm: GraphModule, example_inputs: Sequence[Any
     parts = key_parts(devices, compilation.config, compilation.decompositions, PHASE)
     parts["about"] = {"is whole": repr(compilation.is_whole)}
     parts["state"] = {name: text_of(value) for name, value in state.items()}
-    return Key(compilation.origin.function, parts, rows, [node_line(node) for node in gm.graph.nodes])
+    return CacheKey(compilation.origin.function, parts, rows, [node_line(node) for node in gm.graph.nodes])
 
 
 def _mode_of_inputs(gm: GraphModule) -> FakeTensorMode:
-    values = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
-    found = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    if found is None:
-        raise CannotStoreError("it takes no tensor")
-    return found
+    return _mode(gm.graph.find_nodes(op="placeholder"), "example_value", "it takes no tensor")
 
 
 def _rows(gm: GraphModule, example_inputs: Sequence[Any]) -> Iterator[Row]:
@@ -533,7 +529,7 @@ class _DynamoPacker(Packer):
     def __init__(self, inputs: dict[Node, Any]) -> None:
         super().__init__()
         self._inputs = inputs
-        memory = Counter(each.untyped_storage()._cdata for each in inputs.values() if isinstance(each, Tensor))
+        memory = Counter(storage_key(each) for each in inputs.values() if isinstance(each, Tensor))
         self._shared = {each: place for place, (each, count) in enumerate(memory.items()) if count > 1}
 
     def target(self, node: Node) -> str:
@@ -565,7 +561,7 @@ class _DynamoPacker(Packer):
         ):
             raise self.refuse(f"is of type {type(value).__name__}")
         static = node.meta.get("tensor_dict", {}).get(_STATIC)
-        memory = self._shared.get(value.untyped_storage()._cdata)
+        memory = self._shared.get(storage_key(value))
         shares = None if memory is None else (memory, value.storage_offset(), tuple(value.shape), value.stride())
         flags = value.requires_grad, value.is_leaf, value.is_inference(), value.is_conj(), value.is_neg()
         return type(value).__name__, str(static), flags, shares

@@ -25,8 +25,8 @@ from graphex.cli import Group, json_option, print_json, print_table, styled, wai
 from graphex.errors import count_of, did_you_mean
 
 if TYPE_CHECKING:
-    from graphex.cache.keys import Key
-    from graphex.cache.store import Entry, Store
+    from graphex.cache.keys import CacheKey
+    from graphex.cache.store import CacheStore, Entry
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ def _compiler() -> Finding:
 def _replay_check() -> Finding:
     """Compile the check that decides in every call on a GPU whether it is a replay."""
     from graphex.errors import one_line
-    from graphex.runtime import native
+    from graphex.runtime import guards
 
     try:
-        native.load()
+        guards.load()
     except Exception as error:
         advice = "install g++ and Python's headers, or set CXX; until then a replay costs the host more"
         return Finding("replay check", "missing", f"done in Python, not in C++: {one_line(error)}", advice)
@@ -430,10 +430,10 @@ def _counted(graphs: int, size: int) -> str:
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-def _store() -> Store:
-    from graphex.cache.store import Store
+def _store() -> CacheStore:
+    from graphex.cache.store import CacheStore
 
-    store = Store()
+    store = CacheStore()
     try:
         store.entries()
     except OSError as error:
@@ -443,13 +443,13 @@ def _store() -> Store:
     return store
 
 
-def _entry_row(store: Store, entry: Entry, now: float) -> dict[str, Any]:
+def _entry_row(store: CacheStore, entry: Entry, now: float) -> dict[str, Any]:
     key = store.key(entry.id)
     graph = "cannot be read" if key is None else _graph(key)
     return {"id": entry.id, "graph": graph, "bytes": entry.bytes, "age": now - entry.made, "hits": entry.hits}
 
 
-def _graph(key: Key) -> str:
+def _graph(key: CacheKey) -> str:
     """`Decoder inference`"""
     return f"{key.name} {key.phase}"
 
@@ -459,7 +459,7 @@ def _age(seconds: float) -> str:
     return f"{int(seconds // (size or 1))} {unit}"
 
 
-def _ids(store: Store, wanted: str) -> list[str]:
+def _ids(store: CacheStore, wanted: str) -> list[str]:
     """The graph with an id, or a beginning of one; else those of a function."""
     by_id = [entry.id for entry in store.entries() if wanted in (entry.id, entry.id.partition("-")[2])]
     by_id = by_id or [entry.id for entry in store.entries() if len(wanted) >= 4 and entry.id.startswith(wanted)]
@@ -472,7 +472,7 @@ def _ids(store: Store, wanted: str) -> list[str]:
     return found
 
 
-def _found(store: Store, wanted: str) -> tuple[Entry, Key]:
+def _found(store: CacheStore, wanted: str) -> tuple[Entry, CacheKey]:
     """The latest entry that an id or a name leads to, and its key."""
     ids = _ids(store, wanted)
     entry = max((entry for entry in store.entries() if entry.id in ids), key=lambda entry: entry.made)

@@ -127,10 +127,10 @@ def explain(
 
     import graphex  # and torch with it: what can be wrong with the command was said before
     from graphex.backend import watching
+    from graphex.env import progress_to
     from graphex.evidence.report.data import report_data
     from graphex.evidence.report.page import write_page
     from graphex.frontend.origin import breaks_of_process
-    from graphex.regions.compiler import progress_to
 
     graphex.define()
     before = breaks_of_process()
@@ -157,7 +157,7 @@ def explain(
 def _why_nothing(before: Collection[GraphBroke]) -> str:
     """The advice for a script of which no graph has reached graphex. `before` are the graph breaks before it ran."""
     from graphex.frontend.origin import breaks_of_process
-    from graphex.torch_private.dynamo import called_backends
+    from graphex.torch_private.frames import called_backends
 
     breaks = [f"  {each.line}\n    {each.reason}" for each in breaks_of_process() if each not in before]
     if others := [repr(name) for name in called_backends()]:

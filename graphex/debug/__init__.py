@@ -7,6 +7,6 @@
     orders      a graph with streams, run in random orders that its events allow
 
 A graph comes here from two sides: the runner gives its snapshots to `history`, and the runtime asks `verify`, `files`
-and `orders` for what they put around a program (`runtime.program.DebugTools`). This room adds records to the journal;
+and `orders` for what they put around a program (`runtime.program.Callbacks`). This room adds records to the journal;
 `evidence` shows them. Read `history` and `verify` first.
 """

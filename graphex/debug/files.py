@@ -379,7 +379,7 @@ def _constants(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    """A size that is a symbol is unknown to a GraphDef: -1."""
+    """The sizes of a tensor as a GraphDef has them: -1 for a symbol, which it does not know."""
     return " ".join(f"dim {{ size: {size if isinstance(size, int) else -1} }}" for size in tensor.shape)
 
 
@@ -422,7 +422,6 @@ def dumping_executable(gm: GraphModule, config: CompilerConfig, counter: Counter
         saver.begin()
         return _Dumping(gm, saver).run(*given)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
@@ -480,7 +479,7 @@ class _NumpySaver:
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def given(self, node: Node, value: Any) -> None:
-        """Inputs of the graph are inputs of its nodes, which have them."""
+        """An input of the graph: it is saved as an input of the nodes that read it."""
 
     def inputs(self, node: Node, values: list[Any]) -> None:
         self._save(node, "INPUT", values)

@@ -7,7 +7,8 @@ inputs) is read there and nowhere else. A journal keeps the history only where a
 files, `graphex explain`). A node that several snapshots hold without change is stored once, so the history of 20 passes
 is hardly longer than that of one.
 
-Among the facts is how many ops a device runs for a node, as it is, as the model was given, and with kernels for ours:
+Each node carries three counts of device ops: here, for the model as given, and on a device with kernels for graphex's
+ops:
 
 node                              here                              given    elsewhere
 aten.add                          1                                 1        1
@@ -36,7 +37,8 @@ from graphex.analysis.memory import bytes_of
 from graphex.config import CompilerConfig, options_of
 from graphex.ops import SPECS
 from graphex.passes.fuse import decided_about
-from graphex.regions.region import Region
+from graphex.records import Journal
+from graphex.regions.region import region_called
 from graphex.rewrite.base import runs_by_reference
 from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.symbolic import FakeTensorMode, hint_of, unset_fake_temporarily
@@ -59,8 +61,8 @@ def device_ops_of(node: Node, aliases: Aliases) -> DeviceOps:
     if not computes(node, aliases):
         return DeviceOps(0, 0, 0)
     owner = node.graph.owning_module
-    region = owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
-    if isinstance(region, Region):
+    region = None if owner is None else region_called(owner, node)
+    if region is not None:
         more = sum(_ops_of_reference(each) - 1 for each in region.body.graph.nodes if runs_by_reference(each))
         return DeviceOps(region.launches + more, region.launches, region.launches)
     return DeviceOps(_ops_of_reference(node) if runs_by_reference(node) else 1, _ops_as_given(node), 1)
@@ -317,8 +319,9 @@ class GraphHistory:
         if self._input_names.setdefault(compile_id, names) != names:
             self._input_names[compile_id] = []
 
-    def begin(self, graph_name: str, config: CompilerConfig) -> None:
-        self.made[graph_name] = CompiledGraphFacts(options_text(config), time.time())
+    def begin(self, graph_name: str, options: dict[str, str]) -> None:
+        """Take note that a graph is compiled now, with these options (`options_text`)."""
+        self.made[graph_name] = CompiledGraphFacts(options, time.time())
 
     def spend(self, graph_name: str, stage: str, seconds: float) -> None:
         if made := self.made.get(graph_name):
@@ -338,3 +341,8 @@ class GraphHistory:
         """Add a snapshot of the graph as it stands."""
         names = self._input_names.get(compile_id, [])
         self.graphs.setdefault(graph_name, Snapshots()).add([facts_of(node, aliases, names) for node in graph.nodes])
+
+
+def history_of(journal: Journal) -> GraphHistory:
+    """The history of a journal's graphs, empty where no report was asked for."""
+    return journal.history if isinstance(journal.history, GraphHistory) else GraphHistory()

@@ -68,7 +68,7 @@ def random_orders(gm: GraphModule, inputs: Sequence[Any], *, orders: int = 20, s
     """Run `gm`, whose nodes are placed on streams, as it is written and in `orders` other ways, and compare."""
     if not isinstance(gm, GraphModule):
         raise InputError(f"random_orders takes a torch.fx.GraphModule, got {type(gm).__name__}.")
-    taken = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    taken = len(gm.graph.find_nodes(op="placeholder"))
     if not isinstance(inputs, (list, tuple)) or len(inputs) != taken:
         got = f"{len(inputs)} were" if isinstance(inputs, (list, tuple)) else f"{type(inputs).__name__} was"
         raise InputError(f"random_orders takes a list of the graph's {taken} inputs, {got} given.")
@@ -135,7 +135,7 @@ class StreamProgram:
             try:
                 for step in self._in_some_order(choose):
                     order.append(f"{step.kind} {step.event or step.node.name}")
-                    getattr(memory, step.kind)(step.node)
+                    _DONE[step.kind](memory, step.node)
             except Exception as error:  # an op that is given garbage may do anything
                 return OrderRun(tuple(order), [], [], f"an op failed: {type(error).__name__}")
         return OrderRun(tuple(order), *memory.left)
@@ -200,8 +200,6 @@ class _Memory:
             if isinstance(value, Tensor):
                 _spoil(value)
 
-    # One method for each kind of step:
-
     def begin(self, _: Node) -> None:
         """The caller has made the inputs."""
         for ours, theirs in zip(self._given, self._inputs, strict=True):
@@ -224,11 +222,6 @@ class _Memory:
         else:
             self._values[node] = made
         self._like.setdefault(node, pytree.tree_map_only(Tensor, _allocator, made))
-
-    def record(self, _: Node) -> None:
-        """An event moves no data."""
-
-    wait = record
 
     def free(self, node: Node) -> None:
         for leaf in pytree.tree_leaves(self._values.get(node)):
@@ -255,6 +248,16 @@ class _Memory:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+
+_DONE: dict[str, Callable[[_Memory, Node], None]] = {  # what a kind of step does; an event moves no data
+    "begin": _Memory.begin,
+    "run": _Memory.run,
+    "record": lambda memory, node: None,
+    "wait": lambda memory, node: None,
+    "free": _Memory.free,
+    "end": _Memory.end,
+}
 
 
 def _allocator(like: Tensor) -> partial[Tensor]:

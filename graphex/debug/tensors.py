@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphex.torch_private.memory import marked, marks_of, whole_storage
+from graphex.torch_private.memory import marked, marks_of, storage_address, whole_storage
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 INFINITE = float("inf")
@@ -47,7 +47,7 @@ def _clone(tensor: Tensor, storages: dict[int, Tensor]) -> Tensor:
     plain = tensor.detach()
     if not is_plain(plain):
         return plain.clone().requires_grad_(tensor.requires_grad)
-    key = address(plain) or id(tensor)
+    key = storage_address(plain) or id(tensor)
     if key not in storages:
         storages[key] = whole_storage(plain, torch.uint8).clone()
     copy = torch.empty(0, dtype=plain.dtype, device=storages[key].device)
@@ -80,15 +80,10 @@ def sharing(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[str]:
     return result
 
 
-def address(plain: Tensor) -> int:
-    """The address of the storage behind a plain tensor; 0 if it holds nothing."""
-    return plain.untyped_storage().data_ptr()
-
-
 def shared_address(tensor: Tensor) -> int:
     """The address of the memory behind a tensor; 0 if it has none that could be shared."""
     plain = tensor.detach()
-    return address(plain) if is_plain(plain) and plain.numel() else 0
+    return storage_address(plain) if is_plain(plain) and plain.numel() else 0
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -164,7 +159,7 @@ def _flattened(tensor: Any) -> Parts:
 def _is_hollow(tensor: Tensor) -> bool:
     """Whether a subclass that cannot be taken apart has no memory of its own."""
     try:
-        return tensor.numel() > 0 and not tensor.untyped_storage().data_ptr()
+        return tensor.numel() > 0 and not storage_address(tensor)
     except (RuntimeError, NotImplementedError):  # fake tensors and the like refuse to tell
         return tensor.layout == torch.strided
 

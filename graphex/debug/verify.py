@@ -34,9 +34,10 @@ from graphex.errors import one_line
 from graphex.passes.pipeline import optimise
 from graphex.records import Journal, Rewrote, RuleTried, Verified
 from graphex.rewrite.runner import Runner
+from graphex.runtime.buffers import KeptValues
 from graphex.runtime.codegen import Boxed, generate
 from graphex.runtime.executable import build_executable, interpreted, written_constants
-from graphex.runtime.program import Eager, ExecutableGraph, Program
+from graphex.runtime.program import Around, Eager, ExecutableGraph, Program
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import pytree
@@ -154,27 +155,25 @@ class Verdict:
     not_compared: tuple[str, ...] = ()
 
 
-class Verifying(Program):
-    """Verifies its first call and then is `program`, or what verification left of it."""
+class Verifying(Around):
+    """A layer that verifies the first call. After that it is `program`, or the program that verification left."""
 
     def __init__(self, original: GraphModule, runner: Runner, graph: ExecutableGraph, program: Program) -> None:
-        super().__init__(program.written)
-        self.may_replay = program.may_replay
-        self._original, self._runner, self._graph, self._program = original, runner, graph, program
-        self._settled: Program | None = None
+        super().__init__(program)
+        self._original, self._runner, self._graph = original, runner, graph
+        self._is_settled = False
 
     def __call__(self, args: list[Any]) -> Any:
-        if self._settled is None:
-            if is_transformed():
-                return self._program(args)  # the next call that has tensors to compare is verified
-            self._settled = _Verification(self._original, self._runner, args).settle(self._program, self._use)
-        return self._settled(args)
+        if not self._is_settled and not is_transformed():  # else the next call that has tensors to compare is verified
+            self._program = _Verification(self._original, self._runner, args).settle(self._program, self._use)
+            self._is_settled = True
+        return self._program(args)
 
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
-        return None if self._settled is None else self._settled.replayed(args, seen=seen)
+        return self._program.replayed(args, seen=seen) if self._is_settled else None
 
-    def free(self) -> None:
-        (self._settled or self._program).free()
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
+        return self._program.replayed_from(kept, args) if self._is_settled else None
 
     def _use(self, gm: GraphModule, functional: Graph) -> Program:
         if self._graph.functional is not None:
@@ -399,7 +398,7 @@ def _snapshots(original: GraphModule, runner: Runner) -> list[Snapshot]:
 
 
 def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
-    """Cut where a pass changes results on purpose: each piece must compute the same from end to end."""
+    """The snapshots, cut where a pass changes results on purpose: each segment computes the same from end to end."""
     segments: list[list[Snapshot]] = [[]]
     for snapshot in snapshots:
         if not snapshot.preserves_results:
@@ -503,7 +502,7 @@ def _widen(value: Any) -> Any:
 class RandomState:
     """The states of torch's generators (CPU and devices), Python's, NumPy's and the user's."""
 
-    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._saved: list[tuple[Callable[[Any], Any], Any]] = [(torch.set_rng_state, torch.get_rng_state())]
         for module in _device_modules():
             self._saved.append((module.set_rng_state_all, module.get_rng_state_all()))

@@ -101,7 +101,7 @@ class Replay(ABC):
 
 
 class DoneEvent:
-    """The event of a device that works while it is called: everything before it is done."""
+    """The event of a synchronous device: all earlier work has finished."""
 
     def record(self) -> None: ...
 
@@ -144,7 +144,7 @@ class Device:
         return None
 
     def part(self, wanted: Cores) -> int | None:
-        """How many cores work is given that may use so many: no more than that. None if the device cannot do that."""
+        """The number of cores, at most `wanted`, that the device can limit work to; None if it cannot."""
         return None
 
     def settings(self) -> Hashable:

@@ -1,6 +1,6 @@
 """Devices that work like a GPU: streams, events, and graphs that are captured and replayed; and CUDA's own.
 
-`torch.cuda` and `torch.npu` have the same names for all of it; `runtime` is the one of a device. A capture:
+`torch.cuda` and `torch.npu` have the same names for all of it; a device calls its own `runtime`. A capture:
 
     capture -> lock, synchronize -> _record: begin, run, end, on the device's capture stream -> GpuReplay
                                     _end_after_failure, _recover where it went wrong
@@ -174,7 +174,9 @@ def no_other_capture(patience: float) -> Iterator[bool]:
 
 
 class GpuStreams(StreamSet):
-    """Made at the first call, which is never a capture. One call at a time gives out its work."""
+    """The streams and events of one compiled graph, created in its first call, which is never a capture. One call at a
+    time submits work.
+    """
 
     def __init__(self, runtime: Any, device: torch.device, plan: StreamPlan) -> None:
         self._runtime = runtime

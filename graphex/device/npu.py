@@ -1,8 +1,8 @@
 """Ascend NPUs: ACL graphs, captured and replayed through torch_npu's public API.
 
 `torch.npu` has the names of `torch.cuda`, so everything but what stands here is `GpuDevice`'s. A stream of an NPU has
-limits of cores, which a captured graph keeps. `graphex.torch_private.npu` and `graphex.ascend` are about another thing:
-an "npu" where there is no such hardware. This adapter has been run on that one, not on an NPU.
+limits of cores, which a captured graph keeps. `graphex.torch_private.npu` and `graphex.ascend` simulate an "npu" where
+there is no such hardware. This adapter has been run on the simulated one, not on an NPU.
 """
 
 from __future__ import annotations

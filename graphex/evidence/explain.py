@@ -24,7 +24,7 @@ import torch
 
 from graphex.analysis.effects import COLLECTIVE_NAMESPACES, PURE_NAMESPACES
 from graphex.backend import Backend, get_backend
-from graphex.debug.history import GraphHistory
+from graphex.debug.history import GraphHistory, history_of
 from graphex.debug.tensors import clone_together, is_plain
 from graphex.debug.verify import RandomState
 from graphex.env import path_of_rank, rank_and_size, tuning, write_named
@@ -35,8 +35,8 @@ from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observa
 from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
 from graphex.records import Journal, NearMiss, Refused, Rewrote, json_text
-from graphex.torch_private.dynamo import backend_of, code_of, room_to_recompile, without_reducing
-from graphex.torch_private.frames import attempts, given_up_since
+from graphex.torch_private.dynamo import room_to_recompile, without_reducing
+from graphex.torch_private.frames import attempts, backend_of, code_of, given_up_since
 from graphex.torch_private.symbolic import pytree
 
 _OP = re.compile(r"(\w+)\.\w+\.\w+")
@@ -94,8 +94,8 @@ class Report:
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
         gone = self.journal.replaced
-        made = [record for record in self.journal.of(Rewrote) if record.rule == name]
-        rewrites = tuple(filter(self.journal.is_kept, made))
+        made = any(record.rule == name for record in self.journal.of(Rewrote))
+        rewrites = tuple(record for record in self.journal.rewrites if record.rule == name)
         refusals = tuple(each for each in self.journal.refusals if each.rule == name and each.graph not in gone)
         misses = tuple(each for each in self.journal.near_misses if each.rule == name and each.graph not in gone)
         if not (made or refusals or misses):
@@ -132,7 +132,7 @@ class Report:
     @property
     def rounding(self) -> tuple[str, ...]:
         """Those of `differences` that the types of the computation explain, the largest first."""
-        step = _coarsest_step(self.journal.history)
+        step = _coarsest_step(history_of(self.journal))
         found = [each for each in self._comparison.differences if each.is_rounding(step)]
         return tuple(map(str, sorted(found, key=lambda each: -each.error)))
 
@@ -242,7 +242,7 @@ def explain(
             found = compare(seen, eager)
             if not number or _is_worse(found, worst):
                 worst, outputs = found, result
-        custom = _kept_by_custom_ops(backend.journal.history)
+        custom = _kept_by_custom_ops(history_of(backend.journal))
         if subject.took < SHORT and not (custom or any(given_up_since(known))) and _may_be_timed(backend):
             seconds = subject.timed({"eager": model, "graphex": compiled}, backend.journal)
     for function, why in given_up_since(known):
@@ -390,10 +390,10 @@ def _kept_by_custom_ops(history: GraphHistory) -> tuple[NotCompared, ...]:
     return tuple(NotCompared(op, "what a custom op keeps for itself cannot be looked into") for op in custom)
 
 
-def _coarsest_step(history: GraphHistory | None) -> float:
+def _coarsest_step(history: GraphHistory) -> float:
     """The step of the coarsest float type that a value is rounded to and computed on with; 0 where nothing is known."""
     types: set[torch.dtype] = set()
-    for snapshots in history.graphs.values() if history is not None else ():
+    for snapshots in history.graphs.values():
         calls = [facts for facts in snapshots.nodes if facts.op == "call_function"]
         read = {name for facts in calls for name in facts.inputs}
         types.update(dtype for facts in calls if facts.name in read for dtype in facts.types)

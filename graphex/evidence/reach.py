@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphex.cache.sources import codes_in, names_in
 from graphex.debug.tensors import is_plain
-from graphex.torch_private.memory import whole_storage
+from graphex.torch_private.memory import storage_key, whole_storage
 
 CLOSED = frozenset({"torch", "triton", "numpy", "graphex", "builtins"}) | sys.stdlib_module_names
 _OPEN = ("torch.nn.", "torch.optim.", "torch.distributions.", "torch.amp.", "torch.utils._pytree")
@@ -211,7 +212,7 @@ def _methods(value: Any) -> list[types.FunctionType]:
         if isinstance(function, types.FunctionType) and is_users(function.__module__) and function not in found:
             found[function] = None
             inner = inspect.unwrap(function)
-            names += [each for code in _codes(inner) for each in code.co_names if each not in names]
+            names += [each for each in names_in(inner.__code__) if each not in names]
     return list(found)
 
 
@@ -220,23 +221,15 @@ def _file_of(function: Any) -> str:
 
 
 def _rebound(function: types.FunctionType) -> Iterator[str]:
-    steps = (step for code in _codes(function) for step in dis.get_instructions(code))
+    steps = (step for code in codes_in(function.__code__) for step in dis.get_instructions(code))
     yield from dict.fromkeys(step.argval for step in steps if step.opname == "STORE_GLOBAL")
 
 
 def _named_globals(function: types.FunctionType) -> dict[str, Any]:
     """The globals that the code of a function names and that may hold state: no modules, no classes."""
-    names = dict.fromkeys(name for code in _codes(function) for name in code.co_names)
+    names = names_in(function.__code__)
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}
     return {name: value for name, value in found.items() if not isinstance(value, (type, types.ModuleType))}
-
-
-def _codes(function: types.FunctionType) -> list[types.CodeType]:
-    """The code of a function and of those inside of it."""
-    codes = [function.__code__]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return codes
 
 
 # -- putting back ------------------------------------------------------------------------------------------------------
@@ -382,7 +375,7 @@ def tensor_restorer(tensor: Tensor) -> Restorer:
 def _layout(plain: Tensor) -> tuple[Any, ...]:
     if not is_plain(plain):
         return ()
-    return plain.untyped_storage()._cdata, plain.storage_offset(), plain.size(), plain.stride()
+    return storage_key(plain), plain.storage_offset(), plain.size(), plain.stride()
 
 
 class Memory:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from graphex.records import Activation, GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
 
 if TYPE_CHECKING:
-    from graphex.debug.history import GraphHistory, NodeFacts
+    from graphex.debug.history import NodeFacts
 
 
 WIDTH = 118  # where there is no terminal to ask
@@ -105,10 +105,11 @@ def _passes(journal: Journal) -> Iterator[Any]:
 
 def _rewrites(journal: Journal) -> Iterator[Any]:
     refused = Counter(record.rule for record in journal.refusals if not record.nothing_lost)
-    first = {record.rule: record for record in reversed(journal.rewrites)}
+    rewrites = journal.rewrites
+    first = {record.rule: record for record in reversed(rewrites)}
     rows = (
         (rule, str(count), str(refused[rule]), first[rule].line or ", ".join(first[rule].nodes), first[rule].because)
-        for rule, count in Counter(record.rule for record in journal.rewrites).most_common()
+        for rule, count in Counter(record.rule for record in rewrites).most_common()
     )
     return _table("rewrites", ("rule", "made", "refused", "for example", "because"), rows)
 
@@ -393,7 +394,7 @@ def step_parts(journal: Journal) -> Iterator[StepPart]:
             held -= of_compilation.pop()
         compiled = [each for each in journal.regions if each.graph == graph.graph and each.status != "slower"]
         remark = f"{len(compiled)} regions" if compiled else ""
-        curve = tuple(before + alive for alive in _curve(journal.history, graph.graph))
+        curve = tuple(before + alive for alive in _curve(journal, graph.graph))
         yield StepPart(graph.phase, graph.graph, graph.nodes, before, most, held, remark, curve)
     for optimizer in journal.optimizers:
         yield StepPart("optimizer", optimizer.optimizer, 0, held, 0, held, ", ".join(optimizer.changes))
@@ -405,9 +406,11 @@ def step_parts(journal: Journal) -> Iterator[StepPart]:
             yield StepPart("whole step", capture.graph, 0, 0, capture.reserved_bytes, 0, remark)
 
 
-def _curve(history: GraphHistory | None, graph: str) -> list[int]:
+def _curve(journal: Journal, graph: str) -> list[int]:
     """The bytes of intermediates over a graph as it runs, the most of each group of ops."""
-    snapshots = None if history is None else history.graphs.get(graph)
+    from graphex.debug.history import history_of
+
+    snapshots = history_of(journal).graphs.get(graph)
     if snapshots is None or not snapshots.taken:
         return []
     alive = intermediates([snapshots.nodes[place] for place in snapshots.taken[-1]])

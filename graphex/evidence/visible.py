@@ -28,7 +28,6 @@ from graphex.debug.tensors import (
     INFINITE,
     UNKNOWN,
     Parts,
-    address,
     clone_together,
     gap,
     is_plain,
@@ -55,6 +54,7 @@ from graphex.evidence.reach import (
     shown,
     tensor_restorer,
 )
+from graphex.torch_private.memory import storage_address
 
 _NOT_SEEN = (*CODE, types.MethodType, types.CellType, Rebound)  # code, and holders whose contents have paths
 _ABSENT = object()
@@ -166,7 +166,7 @@ class SavedState:
             self.leaves[shown(path)] = tensor
         self._restorers.append(tensor_restorer(tensor))
         for part in _memory_of(tensor):
-            if (begin := address(part)) and begin not in self._memory:
+            if (begin := storage_address(part)) and begin not in self._memory:
                 self._memory[begin] = Memory(part)
 
     def holds(self, tensor: Tensor) -> bool:

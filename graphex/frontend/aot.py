@@ -24,6 +24,7 @@ from graphex.errors import GraphexError, NotOfferedError
 from graphex.frontend.compiler import (
     ACTIVATIONS,
     Executables,
+    Loaded,
     Portable,
     called,
     compile_graph,
@@ -105,10 +106,10 @@ def _compile_flat(
     _note_subclasses(example_inputs, compilation)
     try:
         check_required()
-        programs, call = load_call(compilation, gm, example_inputs)
-        if programs:
+        loaded, call = load_call(compilation, gm, example_inputs)
+        if loaded is not None:
             with counted():
-                return _called(programs, call, gm, compilation)
+                return _called(loaded, call, gm, compilation)
         with context, collector_paused():
             return _aot(gm, example_inputs, replace(compilation, traced_because=call.reason), custom, call)
     except (GraphexError, TensorifyScalarRestartAnalysis):
@@ -119,14 +120,12 @@ def _compile_flat(
         return plain
 
 
-def _called(programs: list[Program], call: CallSearch, gm: GraphModule, compilation: Compilation) -> Compiled:
+def _called(loaded: Loaded, call: CallSearch, gm: GraphModule, compilation: Compilation) -> Compiled:
     """The programs from the cache, as Dynamo calls them."""
-    if call.step is None:
-        return called(programs[0], call.found[0].handed)
-    forward, backward = programs
-    assert isinstance(backward, Deferred)
-    known = call.step
-    bypass = StepBypass(forward, known.results, known.shared) if forward.may_replay else None
+    (forward, backward), known = loaded, call.step
+    if backward is None or known is None:
+        return called(forward, call.found[0].handed)
+    bypass = StepBypass.of(forward, known.results, known.shared, is_plain=True)
     untraced = disable(backward, reason="the compiled backward is not traced")
     step = unpacked_step(known.wrapper, bypass or forward, untraced, functools.partial(_graph_of, call.found[1]))
     is_first = True
@@ -151,7 +150,7 @@ def _graph_of(found: Found) -> GraphModule:
 
 
 def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextManager[object]:
-    """Load a backward beside the first call of its forward; before it, if that is captured: loading ends a capture."""
+    """Load a backward beside the first call of its forward. Before it, if that is captured: loading ends a capture."""
     runtime = kernel_runtime()
     is_captured = runtime is not None and runtime.is_current_stream_capturing()
     if is_captured or compilation.config.capture_first_call or is_warming_up():
@@ -160,7 +159,7 @@ def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextMan
 
 
 def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
-    """Triton, and the processes that compile the kernels of regions on a GPU, start while the graph is traced."""
+    """Start Triton, and the processes that compile the kernels of regions on a GPU, while the graph is traced."""
     is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
     if not is_on_gpu or not has_triton():
         return
@@ -220,10 +219,8 @@ class _Phases:
         if not isinstance(step.given, str):
             step.given = handed_over(step.given, graph, self.gm, self.example_inputs, step.made.program.written)
         program = step.made.program
-        if not self._is_called_flat or not program.may_replay:
-            return program
-        step.bypass = StepBypass(program, step.results, step.shared)
-        return step.bypass
+        step.bypass = StepBypass.of(program, step.results, step.shared, is_plain=self._is_called_flat)
+        return step.bypass or program
 
     def backward(self, graph: GraphModule, inputs: Sequence[Any]) -> Program:
         results: Any = graph.graph.output_node().args[0]
@@ -247,10 +244,12 @@ class _Phases:
             self._portable.append(portable(made, as_given, self.example_inputs, self.compilation))
         elif not isinstance(as_given, str):
             self._handed.append((as_given, made.entry))
-        if not self._may_bypass or not made.program.may_replay or not only_hands_over(made.program.written):
+        is_plain = self._may_bypass and only_hands_over(made.program.written)
+        bypass = Bypass.of(made.program, is_plain=is_plain)
+        if bypass is None:
             return made.program
-        self._bypasses.append(Bypass(made.program))
-        return self._bypasses[-1]
+        self._bypasses.append(bypass)
+        return bypass
 
     def around(self, compiled: Compiled) -> Compiled:
         """AOTAutograd's result as Dynamo calls it; the cache keeps a note of it."""
@@ -307,7 +306,7 @@ class _Step:
 
 
 def _with_tangents(compiled: Compiled, gm: torch.nn.Module, compilation: Compilation) -> Compiled:
-    """A training step that takes tangents too, which AOTAutograd's has no rule for: Dynamo's graph runs as it is."""
+    """A training step that takes tangents too: AOTAutograd has no rule for them, so Dynamo's graph runs as it is."""
     boxed = not isinstance(gm, GraphModule)  # other modules are called with a list
     said = False
 
@@ -361,7 +360,7 @@ def _plainly(gm: GraphModule, example_inputs: Sequence[Any]) -> Compiled:
 
 
 def _untraced(compile_phase: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward is compiled lazily, while autograd runs: Dynamo must trace neither the compiler nor its result."""
+    """A compiler of backwards that Dynamo does not trace, nor its result: it is called lazily, while autograd runs."""
 
     def compile_backward(*args: Any) -> Any:
         inner = disable(compile_phase, reason="the backward compiler is not traced")

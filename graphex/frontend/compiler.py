@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from graphex.cache.keys import machine_of
 from graphex.cache.warm import CallSearch, Found, HandedOver, look_up, look_up_call
 from graphex.config import CompilerConfig
 from graphex.debug.files import dump_graph, dumping_executable, write_output_code
+from graphex.debug.history import options_text
 from graphex.debug.orders import shuffled
 from graphex.device import kernel_runtime
 from graphex.env import collector_paused
@@ -46,14 +47,14 @@ from graphex.passes.pipeline import optimise, optimise_joint, stages
 from graphex.records import CacheAsked, GraphCompiled, Journal, KernelsPlanned, Verified
 from graphex.regions.compiler import settings
 from graphex.rewrite.compilation import Compilation, Origin
-from graphex.rewrite.metadata import correct_layouts, stamp_origins
+from graphex.rewrite.metadata import correct_values, stamp_origins
 from graphex.rewrite.runner import Runner
 from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.executable import build_executable, device_for
 from graphex.runtime.fast_replay import Bypass, Compiled
-from graphex.runtime.native import load_in_background
-from graphex.runtime.program import DebugTools, Deferred, ExecutableGraph, FunctionalProgram, Program
+from graphex.runtime.guards import load_in_background
+from graphex.runtime.program import Callbacks, Deferred, ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.ahead import moved_device, unpickled
 from graphex.torch_private.aot import (
     adds_guards,
@@ -135,24 +136,38 @@ def compile_graph(
     return Executables(program, functional, search.artefact or search.reason, search.entry)
 
 
-@collector_paused()
-def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[list[Program], CallSearch]:
-    """The programs for a graph of Dynamo's that AOTAutograd need not trace: the cache knows what would come of it.
+class Loaded(NamedTuple):
+    """The program of a graph of Dynamo's that the cache knows, or the forward and the backward of a training step."""
 
-    One for inference; the forward and the backward of a training step.
-    """
+    program: Program
+    backward: Deferred | None = None
+
+
+@collector_paused()
+def load_call(compilation: Compilation, gm: Any, example_inputs: Sequence[Any]) -> tuple[Loaded | None, CallSearch]:
+    """The programs for a graph that AOTAutograd need not trace, because the cache knows what would come of it."""
     with compile_stage("graphex_cache"):
         search = look_up_call(compilation, gm, example_inputs)
-    programs: list[Program] = []
-    saved = saved_memory(compilation)
-    for found in search.found:
-        name = _note_graph(compilation, found.phase, *found.handed.sizes)
-        search.note(found, name)
-        make = partial(_loaded, compilation, name, found, None if found.phase == "inference" else saved)
-        programs.append(Deferred(make) if found.phase == "backward" else make())
-        if isinstance(program := programs[-1], Deferred) and found.calls_ours:
-            program.made()  # kernels that a thread compiles may be those that the forward launches
-    return programs, search
+    if not search.found:
+        return None, search
+    first, *others = search.found
+    saved = saved_memory(compilation) if others else None
+    program = _loader(compilation, search, first, saved)()
+    if not others:
+        return Loaded(program), search
+    backward = Deferred(_loader(compilation, search, others[0], saved))
+    if others[0].calls_ours:
+        backward.made()  # kernels that a thread compiles may be those that the forward launches
+    return Loaded(program, backward), search
+
+
+def _loader(
+    compilation: Compilation, search: CallSearch, found: Found, saved: SavedMemory | None
+) -> Callable[[], Program]:
+    """A function that makes the program of a graph that was found; the graph is on record now."""
+    name = _note_graph(compilation, found.phase, *found.handed.sizes)
+    search.note(found, name)
+    return partial(_loaded, compilation, name, found, saved)
 
 
 @collector_paused()
@@ -163,7 +178,10 @@ def _loaded(compilation: Compilation, name: str, found: Found, saved: SavedMemor
 
 
 def saved_memory(compilation: Compilation) -> SavedMemory | None:
-    """Memory that both graphs of a training step know, unless others may write to it, or which one ran is not known."""
+    """The memory that a step's forward and backward share.
+
+    None with `use_graph_pool` (other graphs may write to it) and with `auto_streams` (which forward ran is unknown).
+    """
     config = compilation.config
     return SavedMemory() if not config.auto_streams and config.use_graph_pool is None else None
 
@@ -190,14 +208,14 @@ def _executable(
     static_inputs: Sequence[int],
     original: GraphModule,
     runner: Runner | None,
-    saved: SavedMemory | None = None,
+    saved: SavedMemory | None,
 ) -> Program:
-    tools = _debug_tools(original, runner)
+    callbacks = _callbacks(original, runner)
     with _stage(compilation, name, "program"):
         graph = ExecutableGraph(
-            compilation, name, phase, gm, device_for(gm), static_inputs, functional, tools, saved=saved
+            compilation, name, phase, gm, device_for(gm), static_inputs, functional, callbacks, saved=saved
         )
-        program = compiled_in_background(graph, build_executable(graph, runner))
+        program = build_executable(graph, runner)
     if not compilation.config.dump_tensor_data:
         with _stage(compilation, name, "kernels"):
             compile_kernels(compilation, name, gm.graph)
@@ -215,7 +233,7 @@ def _optimised(runner: Runner) -> Graph:
 
 @contextmanager
 def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
-    """A stretch of the compilation of a graph, timed for torch's tools and for the report."""
+    """A stage of the compilation of a graph, timed for torch's tools and for the report."""
     started = time.perf_counter()
     with compile_stage(f"graphex_{stage}"):
         yield
@@ -223,8 +241,8 @@ def _stage(compilation: Compilation, name: str, stage: str) -> Iterator[None]:
         history.spend(name, stage, time.perf_counter() - started)
 
 
-def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
-    """`original` is the graph before all passes, a copy where it is needed later. No runner: it is from the cache."""
+def _callbacks(original: GraphModule, runner: Runner | None) -> Callbacks:
+    """Callbacks about a graph. `original` is how it was before all passes; a graph from the cache has no runner."""
 
     def dump_data(graph: ExecutableGraph) -> Boxed:
         config = graph.compilation.config
@@ -237,11 +255,11 @@ def _debug_tools(original: GraphModule, runner: Runner | None) -> DebugTools:
         assert runner is not None
         return Verifying(original, runner, graph, program)
 
-    return DebugTools(write_output_code, shuffled, dump_data, verify)
+    return Callbacks(write_output_code, shuffled, dump_data, verify, compiled_in_background)
 
 
 def compile_kernels(compilation: Compilation, name: str, graph: Graph) -> None:
-    """All of a graph's at once; those that could not be compiled here are when they first run."""
+    """Compile all kernels of a graph together. One that fails here is compiled when it first runs."""
     if not compiles_kernels():
         return
     from graphex.kernels.launch import precompile_kernels
@@ -276,7 +294,7 @@ def compile_joint(gm: GraphModule, example_inputs: Sequence[Any], compilation: C
 
 def _begin(gm: GraphModule, compilation: Compilation, phase: str) -> str:
     stamp_origins(gm.graph)
-    correct_layouts(gm)
+    correct_values(gm)
     correct_slices(gm.graph)
     name = _note_graph(compilation, phase, *sizes_of(gm))
     if phase == "forward":
@@ -291,7 +309,7 @@ def _note_graph(
     """Record a graph of these sizes; its name."""
     name = compilation.name_graph(phase)
     if history := compilation.journal.history:
-        history.begin(name, compilation.config)
+        history.begin(name, options_text(compilation.config))
     origin, sizes = compilation.origin, (phase, nodes, inputs, outputs, devices)
     compilation.journal.add(
         GraphCompiled(name, compilation.compile_id, *sizes, origin.function, origin.line, origin.reason)
@@ -305,7 +323,7 @@ def _note_graph(
 def sizes_of(gm: GraphModule) -> tuple[int, int, int, tuple[str, ...]]:
     """How many nodes, inputs and results a graph has, and its devices."""
     nodes = list(gm.graph.nodes)
-    inputs = sum(node.op == "placeholder" for node in nodes)
+    inputs = len(gm.graph.find_nodes(op="placeholder"))
     outputs = sum(len(pytree.tree_leaves(node.args)) for node in nodes if node.op == "output")
     return len(nodes), inputs, outputs, tuple(sorted(str(device) for device in devices_of(gm.graph)))
 
@@ -345,9 +363,7 @@ class Portable:
         if kernel_runtime() is not None:
             load_in_background(journal)
 
-        def report(what: str, reason: str, line: str) -> None:
-            compilation.fall_back(name, what, reason, line=line)
-
+        report = compilation.recorder(name)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         patches = settings(config) if self.artefact.regions else {}
         given, again = Given(self.handed.constants, [], []), self._why_again()
@@ -382,7 +398,7 @@ class Portable:
 
 def called(program: Program, handed: HandedOver) -> Compiled:
     """A call of a program with what AOTAutograd's wrapper does around it."""
-    bypass = Bypass(program) if program.may_replay and not handed.dynamic else None
+    bypass = Bypass.of(program, is_plain=not handed.dynamic)
     run = program if bypass is None else bypass
 
     def forward(*args: Any) -> Any:
@@ -441,7 +457,7 @@ def handed_over(
 def _why_not_plain(
     graph: GraphModule, dynamo_graph: GraphModule, example_inputs: Sequence[Any], written: Sequence[int]
 ) -> str:
-    """The work of AOTAutograd around the calls of a graph, besides turning gradients off and counting writes."""
+    """The work that AOTAutograd does around a graph's calls, besides turning gradients off and counting writes."""
     inputs = len(graph.graph.find_nodes(op="placeholder"))
     results = graph.graph.output_node().meta.get(RETURNED, len(_results(graph)))  # a forward also saves values
     if any(isinstance(value, Tensor) and is_traceable_wrapper_subclass(value) for value in example_inputs):

@@ -57,7 +57,7 @@ from graphex.ops import has_kernel
 from graphex.ops.attention import MOST_COLUMNS, MOST_POSITIONS, MOST_ROWS
 from graphex.passes.fuse import Decided, LiftAttention
 from graphex.passes.place import label_of, stream_of
-from graphex.torch_private.dynamo import is_transformed
+from graphex.torch_private.dynamo import is_current_stream, is_object_lookup, is_transformed
 from graphex.torch_private.symbolic import guard_or_false, pytree
 
 # -- methods of streams ------------------------------------------------------------------------------------------------
@@ -74,14 +74,12 @@ _METHODS = {
 
 
 def keep_stream_calls(gm: GraphModule) -> None:
-    """Replace the calls in place."""
-    from graphex.torch_private.dynamo import is_object_lookup
-
+    """Replace calls of streams' methods in Dynamo's graph by ops, in place."""
     changed = _place_by_set_stream(gm)
     for node in list(gm.graph.nodes):
         if node.op != "call_method" or node.target not in _METHODS or node.users:
             continue
-        numbers = [_number(value, is_object_lookup) for value in node.args]
+        numbers = [_number(value) for value in node.args]
         if node.target == "record_stream":
             changed |= _keep_record_stream(gm, node, numbers)
             continue
@@ -98,13 +96,11 @@ def keep_stream_calls(gm: GraphModule) -> None:
 
 
 def _place_by_set_stream(gm: GraphModule) -> bool:
-    from graphex.torch_private.dynamo import is_current_stream, is_object_lookup
-
     setters = {module.set_stream for module in (*runtimes().values(), torch.accelerator)}
     changed, entered = False, None
     for node in list(gm.graph.nodes):
         if node.target in setters and len(node.args) == 1:
-            number = _number(node.args[0], is_object_lookup)
+            number = _number(node.args[0])
             if number is not None:
                 entered = None if is_current_stream(number) else number
                 gm.graph.erase_node(node)
@@ -120,7 +116,7 @@ def _place_by_set_stream(gm: GraphModule) -> bool:
 
 
 def _keep_record_stream(gm: GraphModule, node: Node, numbers: list[int | None]) -> bool:
-    """`tensor.record_stream(s)`"""
+    """Replace `tensor.record_stream(s)` by an op; whether it was one."""
     if len(numbers) != 2 or numbers[0] is not None or numbers[1] is None:
         return False
     label = label_of(stream_of(numbers[1]))
@@ -136,9 +132,9 @@ def _op(name: str) -> torch._ops.OpOverload:
     return op
 
 
-def _number(value: object, is_lookup: object) -> int | None:
+def _number(value: object) -> int | None:
     """The number behind a node that fetches a stream or an event."""
-    if isinstance(value, Node) and callable(is_lookup) and is_lookup(value.target) and isinstance(value.args[0], int):
+    if isinstance(value, Node) and is_object_lookup(value.target) and isinstance(value.args[0], int):
         return value.args[0]
     return None
 
@@ -187,7 +183,7 @@ def _made_of(node: Node) -> set[Node]:
 
 
 def _is_known(node: Node) -> bool:
-    """Whether a node only computes, something of a fixed and moderate size."""
+    """Whether a node only computes, and its value has a fixed and moderate size."""
     sizes = getattr(node.meta.get("example_value"), "shape", ())
     is_small = all(isinstance(each, int) for each in sizes) and torch.Size(sizes).numel() <= LARGEST
     return node.op in ("call_function", "call_method") and node.target in _PURE and is_small
@@ -362,7 +358,7 @@ def attend(
 
 
 def _many_positions(query: Tensor) -> str:
-    """Why torch's own op is as good. Empty: it may not be."""
+    """Why torch's own op is as good; empty if it may not be."""
     positions = query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
     if isinstance(positions, int) and positions > MOST_POSITIONS:
         return f"{positions} query positions are more than the {MOST_POSITIONS} of a decode step"
@@ -370,7 +366,7 @@ def _many_positions(query: Tensor) -> str:
 
 
 def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Why the call must be torch's own: something that only torch's op knows about. Empty: nothing."""
+    """Why the call must be torch's own: it asks for something that only torch's op knows. Empty if it does not."""
     tensors = [query, key, value, *([] if mask is None else [mask])]
     if any(not isinstance(each, Tensor) or hasattr(type(each), "__tensor_flatten__") for each in tensors):
         return "an argument is no plain tensor"
@@ -389,7 +385,7 @@ def _needs_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
 
 
 def _does_not_fit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
-    """Why the op does not take such tensors, or would not be faster for them. Empty: it does."""
+    """Why the op does not take such tensors, or would not be faster for them; empty if it does and may be."""
     if not query.dim() == key.dim() == value.dim() == 4:
         return "query, key and value do not have four dimensions"
     if query.dtype not in TYPES or not query.dtype == key.dtype == value.dtype:

@@ -22,7 +22,7 @@ from graphex.passes.updates import note_program_writes
 from graphex.records import Journal
 from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import propagate_values
-from graphex.torch_private.graphs import copy_module
+from graphex.torch_private.graphs import copy_module, pytree_of
 from graphex.torch_private.memory import UNMARKED, is_plain, marks_of
 from graphex.torch_private.symbolic import (
     FakeTensor,
@@ -143,7 +143,7 @@ class TracedSizes:
         self._broken = lru_cache(maxsize=1024)(self._find_broken)
 
     def check(self, given: Sequence[Any], *, exported: bool = False) -> None:
-        """An exported graph checks its sizes itself, and not its strides."""
+        """Refuse sizes and strides that the graph was not traced for. An exported graph checks its sizes itself."""
         sizes = tuple(
             given[place].shape[dim] if isinstance(given[place], torch.Tensor) else given[place]
             for place, dim, _ in self._sizes
@@ -230,7 +230,7 @@ class CompiledGraph:
         self.boxed = executables.program  # takes one list of the flat inputs, which it empties
         self._functional = executables.functional
         self._traced = [_traced_kind(value) if isinstance(value, torch.Tensor) else None for value in values]
-        self._tree = getattr(gm.graph._codegen, "pytree_info", None)
+        self._tree = pytree_of(gm.graph)
         self._inputs = inputs
         self._sizes = TracedSizes(inputs, values)
         self.journal = journal
@@ -289,7 +289,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _traced_kind(value: torch.Tensor) -> str:
-    """A fake tensor stands for a plain one."""
+    """The `_kind` of tensors that a graph was traced with: a fake tensor stands for a plain one."""
     return _KINDS[marks_of(value)] if isinstance(value, FakeTensor) else _kind(value)
 
 
@@ -406,7 +406,7 @@ def _forget_unrelated_values(gm: GraphModule, *, given: bool) -> None:
 
 
 def _one_for_each_input(gm: GraphModule, example_inputs: Sequence[Any] | None) -> Sequence[Any] | None:
-    wanted = sum(node.op == "placeholder" for node in gm.graph.nodes)
+    wanted = len(gm.graph.find_nodes(op="placeholder"))
     if example_inputs is not None and not isinstance(example_inputs, (list, tuple)):
         raise InputError(
             f"example_inputs must be a list or a tuple of the graph's inputs, got {type(example_inputs).__name__}."

@@ -38,7 +38,7 @@ from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack, Rewrote
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.compilation import Compilation
-from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.rewrite.metadata import correct_values, evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.aot import default_partition, memory_budget, min_cut_rematerialization_partition
 from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import pytree
@@ -84,6 +84,7 @@ def partition(
     are noted before it runs.
     """
     note_program_writes(joint.graph, has_out=has_out)
+    correct_values(joint)  # each half is given the types of what is saved
     joint = compile_joint(joint, inputs, compilation)
     leave_out_unread(joint)
     again: set[str] = set()
@@ -127,7 +128,7 @@ def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) ->
 
 
 def leave_out_unread(joint: GraphModule) -> None:
-    """Do not hand running statistics to the derivative of a batch norm that trains: it reads those of the batch."""
+    """Take running statistics from the derivative of a batch norm that trains: it reads those of the batch."""
     for node in joint.graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if len(node.args) == 10 and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
@@ -389,7 +390,7 @@ class _Layout:
         return all(map(known_contiguous, values))
 
     def _read(self, reader: Node, value: Node, layout: torch.memory_format) -> None:
-        """Have a node read a value in a layout, by a copy if it has another one."""
+        """Let a node read a value in a layout, by a copy if it has another one."""
         found, is_wanted = value.meta["val"], layout is torch.channels_last
         if not isinstance(found, Tensor) or (is_wanted and (found.dim() != 4 or not known_contiguous(found))):
             return

@@ -1,4 +1,4 @@
-"""Applying rules to a graph, and saying what became of every place where one could have applied.
+"""Applies rules to a graph, and records what became of every place where one could have applied.
 
 Rules run to a fixed point: what one puts in place, another may take up. A user's rules come before ours, larger
 patterns before smaller ones. For every rule the journal says how many of its candidates were fused, and for the others
@@ -34,6 +34,7 @@ from graphex.ops import SPECS, has_kernel
 from graphex.records import NearMiss, RuleTried
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
+from graphex.torch_private.graphs import is_erased
 from graphex.torch_private.symbolic import FakeTensorMode
 
 _MOVES = SOFT | {PERMUTE, torch.ops.aten.clone.default, operator.getitem}
@@ -92,7 +93,7 @@ class Fusion:
         before = outcome.matches
         looks = self._looks.setdefault(rule.pattern.look, {})
         for anchor in reversed(self._nodes(rule.pattern.anchor_op)):
-            if anchor._erased or self._is_made_by(rule, anchor):
+            if is_erased(anchor) or self._is_made_by(rule, anchor):
                 continue
             end = self._first_look(rule, anchor, looks) or self._try(rule, anchor)
             if end is None:
@@ -134,9 +135,9 @@ class Fusion:
     # -- why not ---------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        """Refusals and near misses; of our own rules, and of a user's for several ranks, the closest to each place.
+        """Record refusals and near misses: at each node the closest of our own rules, and of each rule of a user's.
 
-        The variants of one idiom are rules of one name: they are counted together.
+        Variants of a rule have its name, and are counted together.
         """
         closest: dict[tuple[str, Node], tuple[Rule, Mismatch | Refusal]] = {}
         missed: dict[str, set[Node]] = {rule.name: set() for rule in self.rules}
@@ -167,8 +168,8 @@ class Fusion:
     def _end_at(self, rule: Rule, root: Node) -> Mismatch | Refusal | None:
         """How the rule ended at a candidate: the try that came furthest, of those that could reach it.
 
-        None for an op that graphex lifted, if nothing follows that its own rule joins it with: most norms are added to
-        nothing, and miss nothing.
+        None if graphex lifted the op itself, and nothing that the rule could join follows: a norm without an add is no
+        miss.
         """
         ends = self.outcomes[rule].ends
         near = [ends[node] for node in self._downstream(root, rule.pattern.size) if node in ends]
@@ -230,10 +231,9 @@ def _without_kernel(plan: FusionPlan) -> str:
 
 
 def _is_worth_telling(rule: Rule, end: Mismatch | Refusal) -> bool:
-    """A lift is about ops that every model uses for other things too (a `cat` is no rotary embedding): it missed a
-    place only if most of the idiom is there. A fusion of ours is about ops that belong together: a norm of what no
-    residual was added to, as that of queries and keys, is no half of a pair. A rule that says why not has nothing to
-    say but that.
+    """Whether a miss is worth a record. A lift looks for common ops (`cat` is rarely a rotary embedding), so it counts
+    only if more than half of the idiom matched. A default fusion that found another op than it expects counts only if
+    the expected one is there behind moves and casts. A rule with `why_not` records that reason only.
     """
     if rule.why_not is not None:
         return isinstance(end, Mismatch) and end.said == rule.why_not.reason
@@ -253,7 +253,9 @@ def _is_near(end: OtherOp) -> bool:
 
 
 def _closeness(rule: Rule, end: Mismatch | Refusal) -> float:
-    """How much of a rule matched: all of it, if it was refused afterwards; more than ops, if all of these are there."""
+    """How close a try came, for comparison. A refusal after a full match is the closest (2.0), and a match that ended
+    at an argument, with all ops there, is closer than one that ended at an op.
+    """
     return 2.0 if isinstance(end, Refusal) else end.fits + min(end.matched / rule.pattern.size, 0.99)
 
 

@@ -27,7 +27,7 @@ from graphex.fusion.patterns import Mismatch, OpPattern, Pattern
 from graphex.fusion.rule import Replacement, Rule, fresh, key_of, pattern_of, without_guards
 from graphex.rewrite.base import Refusal, Work, used_by
 from graphex.torch_private.patterns import Match
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, NewGuardError
+from graphex.torch_private.symbolic import FakeTensorMode, NewGuardError, mode_of
 
 
 @dataclass
@@ -161,8 +161,7 @@ def _arguments(rule: Rule, bound: dict[str, Any]) -> list[Any]:
 
 
 def _mode_of(bound: dict[str, Any]) -> FakeTensorMode | None:
-    values = (value_of(value) for value in bound.values() if isinstance(value, Node))
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    return mode_of(value_of(value) for value in bound.values() if isinstance(value, Node))
 
 
 def _exact(rule: Rule, args: list[Any], anchor: Node, site: Site, mode: Any) -> tuple[Pattern, Match] | Mismatch:
@@ -204,8 +203,8 @@ _KEPT = {
 def _staying(rule: Rule, nodes: list[Node], outputs: Sequence[Node | None]) -> set[Node] | Refusal:
     """The nodes that are used outside of the match and stay, beside the replacement; a `Refusal` if one may not.
 
-    A view stays: it costs nothing. A call that stands for several equal ones of the user's program stays for the others
-    of them: what `unify` has merged, a rule takes apart again. Nothing else is computed twice.
+    A view stays: it costs nothing. A call that `unify` merged from several equal calls stays for its users outside of
+    the match. Nothing else is computed twice.
     """
     inside, kept = set(nodes), set(outputs)
     staying: set[Node] = set()

@@ -1,4 +1,4 @@
-"""Patterns of rules: all the outputs of a search function, where in a graph they may stand, and why they do not.
+"""Patterns of rules: the outputs of a search function. A pattern is tried at nodes of a graph; a failure says why.
 
     def search(x, w): s = x + w; return s.relu(), s         Pattern([relu(s), s]), begun at the op that says most
 
@@ -100,7 +100,7 @@ Sentence = Callable[[], str]
 class Mismatch:
     """Where a match ended: after how many ops, at which node, why, and what edit of model or rule would help.
 
-    There are as many as places times rules, and few are ever told: the sentences are made when they are read.
+    Every try of a rule at a node may end in one, and few are recorded: sentences are made when they are read.
     """
 
     matched: int
@@ -133,7 +133,9 @@ class OtherOp(Mismatch):
         return f"{describe(self.found)} stands where the rule has {op_title(self.expected)}"
 
     def edit(self, *, own_rule: bool) -> str:
-        """Of a rule of ours another variant may be meant: a value from outside says nothing about the op expected."""
+        """For a user's rule: advise to compute the op inside of the compiled function. Our rules have variants, so that
+        this advice could be wrong for them.
+        """
         if own_rule and isinstance(self.found, Node) and self.found.op == "placeholder" and not self.arguments:
             return f"compute the {op_title(self.expected)} inside of what is compiled, and not outside"
         return edit_for(self.found, self.expected, self.arguments or {})

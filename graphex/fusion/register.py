@@ -216,7 +216,9 @@ class _Rows:
 
 @unset_fake_temporarily()
 def other_ranks(rule: Rule, *, tested: bool) -> tuple[Rule, ...]:
-    """The variants of a rule that look for something else than the rule does; `tested` if its functions may be run."""
+    """Variants of a rule for other ranks, where their pattern differs from the rule's. `tested`: the rule's functions
+    may be run.
+    """
     if rule.joint or rule.given is not None:
         return ()
     found: dict[str, Rule] = {}

@@ -42,6 +42,7 @@ from graphex.fusion.calls import SOFT, call_of, is_nothing, one_name, op_of, val
 from graphex.fusion.patterns import Check, OpPattern, Pattern
 from graphex.ops.decompositions import Table, decompositions
 from graphex.torch_private.aot import joint_trace, symbolic_trace
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.patterns import (
     CallFunction,
     Ignored,
@@ -128,13 +129,13 @@ class Replacement:
         self._owners: dict[int, Node] = {}
         for node in self.nodes:
             for part in _tensors(node.meta.get("val")):
-                self._owners.setdefault(part.untyped_storage()._cdata, node)
+                self._owners.setdefault(storage_key(part), node)
         self._own = {node for node in self.nodes if self._is_in_own_memory(node)}
 
     @cached_property
     def shared_with_inputs(self) -> list[tuple[int, int]]:
         """Results, by number, and the arguments in whose memory they may lie."""
-        aliases, inputs = Aliases(self.module.graph), [node for node in self.nodes if node.op == "placeholder"]
+        aliases, inputs = Aliases(self.module.graph), self.module.graph.find_nodes(op="placeholder")
         pairs = ((index, place) for index in range(len(self.results)) for place in range(len(inputs)))
         return [(index, place) for index, place in pairs if aliases.may_alias(self.results[index], inputs[place])]
 
@@ -169,7 +170,7 @@ class Replacement:
         return fresh(value) if isinstance(value, torch.Tensor) else None
 
     def _is_in_own_memory(self, node: Node) -> bool:
-        return all(self._owners[part.untyped_storage()._cdata] is node for part in _tensors(node.meta.get("val")))
+        return all(self._owners[storage_key(part)] is node for part in _tensors(node.meta.get("val")))
 
 
 def results_of(gm: GraphModule) -> list[Any]:

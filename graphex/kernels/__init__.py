@@ -1,6 +1,6 @@
 """Triton kernels behind the ops of `graphex/ops`, one family a file, loaded when an op first runs on CUDA.
 
-A launcher takes a call of its op (`ops.definition.Arguments`) and returns the result, or `Declined(reason)` where the
+A launcher takes a call of its op (`ops.definition.Arguments`) and returns the result, or a `Refusal` where the
 kernel was not written for such arguments; then the op's reference runs. Launches wait for nothing, so that they can be
 captured in a CUDA graph.
 

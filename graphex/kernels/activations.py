@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import (
     AS_WRITTEN,
     larger,
@@ -52,18 +53,18 @@ from graphex.kernels.layout import (
     static_options,
 )
 from graphex.ops.activations import BITS, FIRST, SECOND, STEP, threshold
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.npu import QUANTISED, dynamic_range
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedPlan(LaunchPlan):
-    """The result is laid out in an order of dimensions, or contiguous (None)."""
+    """A launch, with the order of its result's dimensions in memory (None: contiguous)."""
 
     order: tuple[int, ...] | None
 
 
-_PLANS: dict[Any, OrderedPlan | Declined] = {}
+_PLANS: dict[Any, OrderedPlan | Refusal] = {}
 
 
 # -- silu(gate) * up ---------------------------------------------------------------------------------------------------
@@ -100,9 +101,9 @@ def silu_mul_kernel(
     tl.store(out + row.to(tl.int64) * columns + column, (activated * u).to(X), mask=ok)
 
 
-def _plan_silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> OrderedPlan | Declined:
+def _plan_silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> OrderedPlan | Refusal:
     inputs = inputs_of(gate, up, "gate and up")
-    if isinstance(inputs, Declined):
+    if isinstance(inputs, Refusal):
         return inputs
     rows, up_rows = inputs.rows, inputs.other_rows
     if gate.is_contiguous() and up.is_contiguous() and rows.count:  # adjacent rows are one long row
@@ -117,8 +118,10 @@ def _plan_silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> OrderedPlan | 
 
 def _silu_mul(gate: Tensor, up: Tensor, round_silu: bool) -> Any:
     key = signature(gate, up), round_silu
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_silu_mul(gate, up, round_silu))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, _plan_silu_mul(gate, up, round_silu))
+    if isinstance(plan, Refusal):
         return plan
     out = allocate(gate, plan.order, gate.dtype)
     plan.launch(silu_mul_kernel, (gate, up, out), gate)
@@ -132,7 +135,7 @@ def silu_mul(call: Arguments) -> Any:
 def npu_swiglu(call: Arguments) -> Any:
     x, dim = call
     if x.dim() == 0 or x.shape[dim] % 2:
-        return Declined("there are no two halves")
+        return Refusal("there are no two halves")
     gate, up = x.chunk(2, dim)
     return _silu_mul(gate, up, False)
 
@@ -280,16 +283,16 @@ def static_quant_kernel(
 WIDEST = 8192
 
 
-def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> OrderedPlan | Declined:
+def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic) -> OrderedPlan | Refusal:
     inputs = inputs_of(x, up, "gate and up")
-    if isinstance(inputs, Declined):
+    if isinstance(inputs, Refusal):
         return inputs
-    if refusal := quant_refusal(x, options, smooth=smooth):
+    if (refusal := quant_refusal(x, options, smooth=smooth)) is not None:
         return refusal
     rows = inputs.rows
     ones = rows_of_ones(x, inputs.order)
-    if isinstance(ones, str):
-        return Declined(ones)
+    if isinstance(ones, Refusal):
+        return ones
     tile = row_tile(rows.count, rows.columns, WIDEST)
     constants = options.types | {
         "TILES": blocks_of(rows.columns, tile.columns),
@@ -302,12 +305,14 @@ def _plan_dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: 
     return OrderedPlan((blocks_of(rows.count, tile.rows),), integers, constants, inputs.order)
 
 
-def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic | Declined) -> Any:
-    if isinstance(options, Declined):
+def _dynamic(x: Tensor, up: Tensor | None, smooth: Tensor | None, options: Dynamic | Refusal) -> Any:
+    if isinstance(options, Refusal):
         return options
     key = signature(x, up, smooth), options
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_dynamic(x, up, smooth, options))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, _plan_dynamic(x, up, smooth, options))
+    if isinstance(plan, Refusal):
         return plan
     q, scale = allocate(x, plan.order, options.dtype), allocate_ones(x, options.scale_dtype)
     plan.launch(dynamic_quant_kernel, (x, up, smooth, q, scale), x, options.numbers)
@@ -333,7 +338,7 @@ def npu_dynamic(
     dst_type: torch.dtype | None = None,
 ) -> Any:
     if group_index is not None:
-        return Declined("smooth scales of groups of rows")
+        return Refusal("smooth scales of groups of rows")
     dtype, divisor, smallest, largest = dynamic_range(dst_type)
     options = dynamic_options(
         divisor=divisor, quant_min=smallest, quant_max=largest, dtype=dtype, keepdim=False, zero_is_zero=True
@@ -343,11 +348,11 @@ def npu_dynamic(
 
 def _plan_static(
     x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static
-) -> OrderedPlan | Declined:
+) -> OrderedPlan | Refusal:
     inputs = inputs_of(x, up, "gate and up")
-    if isinstance(inputs, Declined):
+    if isinstance(inputs, Refusal):
         return inputs
-    if refusal := quant_refusal(x, options, scale=scale, zero_point=zero_point):
+    if (refusal := quant_refusal(x, options, scale=scale, zero_point=zero_point)) is not None:
         return refusal
     rows = inputs.rows
     tile = flat_tile(rows.count, rows.columns, sharing=True)
@@ -363,12 +368,14 @@ def _plan_static(
     return OrderedPlan(grid, integers, constants, inputs.order)
 
 
-def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static | Declined) -> Any:
-    if isinstance(options, Declined):
+def _static(x: Tensor, up: Tensor | None, scale: Tensor, zero_point: Tensor | None, options: Static | Refusal) -> Any:
+    if isinstance(options, Refusal):
         return options
     key = signature(x, up, scale, zero_point), options
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan_static(x, up, scale, zero_point, options))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, _plan_static(x, up, scale, zero_point, options))
+    if isinstance(plan, Refusal):
         return plan
     q = allocate(x, plan.order, options.dtype)
     plan.launch(static_quant_kernel, (x, up, scale, zero_point, q), x, options.numbers)
@@ -390,9 +397,9 @@ def npu_quantize(call: Arguments) -> Any:
 def npu_static(x: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool) -> Any:
     one_number = scales.numel() == 1 and (zero_points is None or zero_points.numel() == 1)
     if axis not in (-1, x.dim() - 1) and not one_number:
-        return Declined("scales along a dimension other than the last")
+        return Refusal("scales along a dimension other than the last")
     if dtype not in QUANTISED:
-        return Declined(f"the type code {dtype}")
+        return Refusal(f"the type code {dtype}")
     result, smallest, largest = QUANTISED[dtype]
     options = static_options(
         scales,
@@ -436,7 +443,7 @@ def dropout_kernel(x, seed, out, mask, numel, least, scale, BLOCK: tl.constexpr)
 def dropout(call: Arguments) -> Any:
     x, seed, p = call
     if x.dtype not in FLOATS or not x.is_contiguous():
-        return Declined("x is not contiguous, or of another type than float16, bfloat16 and float32")
+        return Refusal("x is not contiguous, or of another type than float16, bfloat16 and float32")
     out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     constants = {"BLOCK": DROPOUT_BLOCK, "num_warps": DROPOUT_WARPS} | AS_WRITTEN
     plan = LaunchPlan((blocks_of(x.numel(), DROPOUT_BLOCK),), (x.numel(), threshold(p)), constants)

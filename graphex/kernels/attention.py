@@ -17,16 +17,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels import rotary
 from graphex.kernels.arithmetic import AS_WRITTEN, PTX
 from graphex.kernels.attention_kernel import attention_kernel, combine_kernel
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job, seen
+from graphex.kernels.compiled import seen
+from graphex.kernels.launch import LIBRARY, JobConfig, PreparedJob, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, blocks_of, memory_order, next_power_of_2, signature
 from graphex.kernels.linears import OLDEST
-from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.kernels.tuning import Candidate, cold_copies
 from graphex.ops.attention import MOST_COLUMNS, MOST_ROWS, result_like
 from graphex.ops.attention import attention as by_library
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.tokens import INDICES
 
 MOST_SPLITS = 64
@@ -64,7 +66,7 @@ class Job(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of the keys."""
+        """The number of heads of the keys."""
         return self.key.shape[1]
 
     @property
@@ -79,12 +81,12 @@ class Job(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many keys count: causal positions are from the beginning, and no query attends beyond its own."""
+        """How many keys are read. Causal positions count from the first key: none is read beyond the last query's."""
         length, positions = self.key.shape[2], self.query.shape[2]
         return min(length, positions) if self.is_causal else length
 
     def mask_strides(self) -> tuple[int, ...]:
-        """Along batch, heads, queries and keys; 0 where the mask is broadcast."""
+        """The strides of the mask along batch, heads, queries and keys; 0 where it is broadcast."""
         if self.mask is None:
             return 0, 0, 0, 0
         return steps(self.mask.expand(*self.query.shape[:3], self.key.shape[2]))
@@ -112,7 +114,7 @@ class New(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where keys lie that are not together: the pages of each sequence, and how many keys it has."""
+    """The places of keys in a cache of pages: the pages of each sequence, and how many keys it has."""
 
     numbers: Tensor
     lengths: Tensor
@@ -122,8 +124,8 @@ class Pages(NamedTuple):
         return self.numbers, self.lengths, self.numbers.stride(0)
 
 
-class Prepared(Protocol):
-    def __call__(self, job: Job, start: Start = launch) -> Tensor: ...
+Config = JobConfig[Job, Tensor]
+Prepared = PreparedJob[Job, Tensor]
 
 
 class PreparedTile(Protocol):
@@ -133,15 +135,10 @@ class PreparedTile(Protocol):
 
 
 def steps(x: Tensor) -> tuple[int, ...]:
-    """Its strides. Those of single elements say nothing, and would only make kernels that differ in nothing."""
+    """The strides of x, and 0 for dimensions of one element: their strides change no address, and each other number
+    would compile another kernel.
+    """
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-class Config(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, job: Job) -> Prepared: ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """The kernel: the keys in at most so many splits, `block` positions at a time."""
 
     splits: int
@@ -219,7 +216,9 @@ class Tile:
 
 
 def _rotation(new: New | None) -> dict[str, Any]:
-    """Where instructions cannot be named, only an option keeps products from being contracted with sums."""
+    """The constants of the rotation. Where a kernel cannot name instructions, only an option keeps its products from
+    being contracted with sums.
+    """
     if new is None:
         return {"ROTATE": "none", "NORM": "none"}
     norm = "none" if new.gains[0] is None else "cast first" if new.cast_first else "cast last"
@@ -227,25 +226,26 @@ def _rotation(new: New | None) -> dict[str, Any]:
 
 
 def columns_for(width: int) -> int:
-    """A head as part of a matrix product: a power of two, of at least 16."""
+    """The columns of a head in a matrix product: a power of two, of at least 16."""
     return max(16, next_power_of_2(width))
 
 
-def tiles(job: Job, length: int) -> list[Tile]:
-    """Ways to cut the work where there are about so many keys, the one that is taken unmeasured first."""
+def tiles(job: Job, length: int) -> list[AttentionTile]:
+    """Ways to cut the work for about so many keys. The first is taken unmeasured."""
     width = columns_for(job.query.shape[3]) + columns_for(job.value.shape[3])
     outer = max(1, job.query.shape[0] * job.heads)
-    found: dict[Tile, None] = {}
+    found: dict[AttentionTile, None] = {}
     for programs, block, warps, stages in (*TILES, *WIDE_TILES) if width >= WIDE else TILES:
         while block > 16 and block * width * job.key.element_size() * (stages - 1) > SHARED_MEMORY:
             block //= 2
         wanted = math.ceil(programs * _multiprocessors(job.query.get_device()) / outer)
         most = blocks_of(length, max(block, FEWEST_POSITIONS if programs <= PROGRAMS else block))
-        found[Tile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
+        found[AttentionTile(max(1, min(wanted, most, MOST_SPLITS)), block, warps, stages)] = None
     return list(found)
 
 
 def configs(job: Job, length: int) -> list[Config]:
+    """All that could be fastest. The first is taken unmeasured."""
     return [*tiles(job, length), Library()]
 
 
@@ -257,67 +257,64 @@ def _multiprocessors(device: int) -> int:
 KIND = "attention"
 MOST_APART = 2**23  # elements between neighbouring positions: a tile spans less than 2 ** 31 of them
 FEW_ELEMENTS = 2**18  # of keys, below which the launch takes longer than what it does
-_PREPARED: dict[Any, Callable[..., Any] | Declined] = {}  # for jobs and for steps
+_PREPARED: dict[Any, Callable[..., Any] | Refusal] = {}  # for jobs and for steps
 
 
-def refusal_of(job: Job) -> str | None:
+def refusal_of(job: Job) -> Refusal | None:
     """Why the kernel cannot take a job."""
     query, key, value, mask = job[:4]
     if query.dtype not in FLOATS or not query.dtype == key.dtype == value.dtype:
-        return "query, key and value are not float16, bfloat16 or float32"
+        return Refusal("query, key and value are not float16, bfloat16 or float32")
     if query.is_cuda and query.dtype == torch.float32:
-        return "float32: the device's exponential is not as exact as that of PyTorch's kernels"
+        return Refusal("float32: the device's exponential is not as exact as that of PyTorch's kernels")
     if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < OLDEST:
-        return "the device is older than the tensor cores that the kernel is written for"
+        return Refusal("the device is older than the tensor cores that the kernel is written for")
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in FLOATS:
-        return f"the mask is {mask.dtype}"
+        return Refusal(f"the mask is {mask.dtype}")
     if any(each is not None and each.device != query.device for each in (key, value, mask, job.sinks)):
-        return "arguments are on different devices"
+        return Refusal("arguments are on different devices")
     if job.sinks is not None and (job.sinks.dtype not in FLOATS or not job.sinks.is_contiguous()):
-        return "the sinks are no contiguous numbers"
+        return Refusal("the sinks are no contiguous numbers")
     if any(each.shape[3] > 1 and each.stride(3) != 1 for each in (query, key, value)):
-        return "the elements of a head are not adjacent"
+        return Refusal("the elements of a head are not adjacent")
     if max(key.stride(2), value.stride(2)) > MOST_APART:
-        return "neighbouring positions of the keys are too far apart for 32 bits"
+        return Refusal("neighbouring positions of the keys are too far apart for 32 bits")
     if not (job.heads and key.shape[2] and query.shape[3] and value.shape[3]):
-        return "there are no keys"
+        return Refusal("there are no keys")
     if job.rows > MOST_ROWS:
-        return f"more than {MOST_ROWS} queries share a head of the keys"
+        return Refusal(f"more than {MOST_ROWS} queries share a head of the keys")
     if max(query.shape[3], value.shape[3]) > MOST_COLUMNS:
-        return f"heads are wider than {MOST_COLUMNS}"
+        return Refusal(f"heads are wider than {MOST_COLUMNS}")
     if max(query.shape[0], job.heads) > MOST_BLOCKS:
-        return "there are more sequences or heads than a grid has blocks"
+        return Refusal("there are more sequences or heads than a grid has blocks")
     return None
 
 
-def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
-    """How to compute such a job, and whether that is the last word."""
-    if refusal := refusal_of(job):
-        return Declined(refusal), True
+def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
+    """How to compute such a job, or why the kernel cannot, and whether that answer is final."""
+    if (refusal := refusal_of(job)) is not None:
+        return refusal, True
     config, is_final = chosen_config(job)
     return config.prepare(job), is_final
 
 
 def chosen_config(job: Job) -> tuple[Config, bool]:
-    """The config for a job that the kernel takes, and whether that is the last word."""
+    """The config for a job that the kernel takes, and whether that choice is final."""
     length = next_power_of_2(job.length)
     if job.key.numel() < FEW_ELEMENTS or not job.rows:
-        return Tile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
-    likely = tiles(job, length)[0]
-    text = description(job)
-    found = candidates(job, length)
-    chosen = choose(KIND, text, list(found.values()), found[likely.name])
-    (config,) = (config for config in configs(job, length) if config.name == chosen.name)
-    return config, is_settled(KIND, text)
+        return AttentionTile(min(blocks_of(length, SMALL[0]), MOST_SPLITS), *SMALL), True
+    found = configs(job, length)
+    return ColdCaches(job).fastest(KIND, description(job), found, found[0].name)
 
 
 def candidates(job: Job, length: int) -> dict[str, Candidate]:
-    scratch = ColdCaches(job)
-    return {config.name: scratch.candidate(config) for config in configs(job, length)}
+    return ColdCaches(job).candidates(configs(job, length))
 
 
 class ColdCaches(Scratch[Job]):
-    """Its mask allows everything: the choice is for later calls too, which may have more to attend to than this one."""
+    """Measures with a mask that allows everything, because later calls that share the choice may attend to more
+    positions.
+    """
 
     def jobs(self, job: Job) -> list[Job]:
         job = job._replace(mask=allowing(job.mask))
@@ -326,7 +323,7 @@ class ColdCaches(Scratch[Job]):
 
 
 def copied(x: Tensor) -> Tensor:
-    """With its strides, which a launch depends on; what is broadcast is copied once."""
+    """A copy with the strides of x, which a launch depends on. Dimensions that are broadcast stay so."""
     once = _once(x)
     copy = torch.empty_strided(once.shape, once.stride(), dtype=x.dtype, device=x.device).copy_(once)
     return copy.expand(x.shape)
@@ -342,7 +339,7 @@ def allowing(mask: Tensor | None) -> Tensor | None:
 
 
 def _once(x: Tensor) -> Tensor:
-    """Without the dimensions that are broadcast."""
+    """One element of each dimension that is broadcast."""
     return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
@@ -382,20 +379,20 @@ class PagedJob(NamedTuple):
     pages: Pages
 
 
-def _refusal_of_pages(of: PagedJob) -> str | None:
+def _refusal_of_pages(of: PagedJob) -> Refusal | None:
     job, (numbers, lengths) = of
     if any(each.dtype not in INDICES or each.device != job.query.device for each in of.pages):
-        return "the numbers of pages or keys are no integers on the device"
+        return Refusal("the numbers of pages or keys are no integers on the device")
     if (numbers.shape[1] > 1 and numbers.stride(1) != 1) or not lengths.is_contiguous():
-        return "the numbers of pages or keys are not adjacent"
+        return Refusal("the numbers of pages or keys are not adjacent")
     if not numbers.shape[1]:
-        return "there are no pages"
+        return Refusal("there are no pages")
     return refusal_of(job)
 
 
-def _prepare_paged(of: PagedJob) -> tuple[Callable[[PagedJob], Any] | Declined, bool]:
-    if refusal := _refusal_of_pages(of):
-        return Declined(refusal), True
+def _prepare_paged(of: PagedJob) -> tuple[Callable[[PagedJob], Any] | Refusal, bool]:
+    if (refusal := _refusal_of_pages(of)) is not None:
+        return refusal, True
     length = of.job.key.shape[2] * of.pages.numbers.shape[1]
     run = tiles(of.job, next_power_of_2(length))[0].prepare(of.job, None, of.pages)
     return lambda of: run(of.job, launch, None, of.pages), True
@@ -443,11 +440,11 @@ class Step(NamedTuple):
         return rotary.Job(*self[:8], self.dim % self.k.dim())
 
     def attention(self) -> Job:
-        """As if the query were rotated already."""
+        """The attention of the step, as if its query were rotated already."""
         return Job(self.q, self.keys, self.values, self.mask, self.scale, False, self.softcap, self.sinks)
 
     def new(self) -> New:
-        """For a step that is not refused."""
+        """The token of a step that is not refused."""
         cos, sin = rotary.broadcast(self.cos, self.q), rotary.broadcast(self.sin, self.q)
         assert cos is not None
         assert sin is not None
@@ -464,36 +461,39 @@ class Step(NamedTuple):
         return q, k, *self[2:10]
 
 
-def _refusal_of_step(step: Step) -> str | None:
+def _refusal_of_step(step: Step) -> Refusal | None:
     """Why one kernel cannot take a step."""
     q, k, v, cos, _, keys, values, positions = step[:8]
     if not q.dim() == k.dim() == v.dim() == 4 or step.dim % 4 != 2:
-        return "query, key and value do not have four dimensions, of which the caches are written along the third"
+        return Refusal(
+            "query, key and value do not have four dimensions, of which the caches are written along the third"
+        )
     if q.shape[2] != 1 or positions.numel() != 1:
-        return "there is more than one token"
+        return Refusal("there is more than one token")
     if len({each.dtype for each in (q, k, v, cos, keys, values)}) > 1:
-        return "query, key, value, angles and caches are not of one type"
+        return Refusal("query, key, value, angles and caches are not of one type")
     if (step.q_gain is None) != (step.k_gain is None):
-        return "one of query and key is normalised, the other is not"
+        return Refusal("one of query and key is normalised, the other is not")
     if any(gain is not None and (gain.dtype, gain.stride()) != (q.dtype, (1,)) for gain in (step.q_gain, step.k_gain)):
-        return "a gain has another type, or is not contiguous"
+        return Refusal("a gain has another type, or is not contiguous")
     plan = rotary.plan_for(step.rotation(), step.mode)
-    if isinstance(plan, Declined):
-        return plan.reason
+    if isinstance(plan, Refusal):
+        return plan
     angles = rotary.broadcast(step.cos, q)
     if angles is None or steps(angles)[1]:
-        return "heads have angles of their own"
-    if unclear := next((order for order in map(memory_order, (keys, values)) if isinstance(order, str)), None):
-        return f"a cache: {unclear}"
+        return Refusal("heads have angles of their own")
+    for order in map(memory_order, (keys, values)):
+        if isinstance(order, Refusal):
+            return Refusal(f"a cache: {order.reason}")
     return refusal_of(step.attention())
 
 
-def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Declined, bool]:
-    """How to take such a step, and whether that is the last word."""
-    if refusal := _refusal_of_step(step):
-        return Declined(refusal), True
+def _prepare_step(step: Step) -> tuple[Callable[[Step], Any] | Refusal, bool]:
+    """How to take such a step, or why one kernel cannot, and whether that answer is final."""
+    if (refusal := _refusal_of_step(step)) is not None:
+        return refusal, True
     config, is_final = chosen_config(step.attention())
-    if not isinstance(config, Tile):
+    if not isinstance(config, AttentionTile):
         return _apart, is_final
     run = config.prepare(step.attention(), step.new())
     return lambda step: run(step.attention(), launch, step.new()), is_final
@@ -515,7 +515,7 @@ def _shares_memory(step: Step) -> bool:
 def rotary_attention_(call: Arguments) -> Any:
     step = Step(*call)
     if seen() is None and _shares_memory(step):
-        return Declined("a cache shares its memory with what is read")
+        return Refusal("a cache shares its memory with what is read")
     key = (
         signature(*step[:8], step.mask, step.q_gain, step.k_gain, step.sinks),
         step.dim,
@@ -524,6 +524,6 @@ def rotary_attention_(call: Arguments) -> Any:
         step.cast_first,
     )
     found = run_job(step, step.q, key, _PREPARED, _prepare_step)
-    if isinstance(found, Declined) and seen() is not None:
+    if isinstance(found, Refusal) and seen() is not None:
         _apart(step)  # what will run instead is compiled too
     return found

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import getclosurevars, isfunction
 from pathlib import Path
@@ -31,8 +32,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
-from graphex.env import cache_directory, cache_enabled, collector_paused
-from graphex.kernels.tuning import Choices, Store, conditions
+from graphex.env import ChoiceFile, Choices, cache_directory, cache_enabled, collector_paused
 
 MOST_THREADS = 16
 OFTEN = 0.0005  # seconds that a thread works before it lets another one
@@ -52,6 +52,39 @@ def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 def _read(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     _only_kept.set(True)
     kernel.warmup(*arguments, grid=grid, **options)
+
+
+# -- a call that only compiles -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """The launches of a call: the names of kernels, and the kind and signature of the choices that it asks for."""
+
+    kernels: list[str] = field(default_factory=list)
+    choices: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Thread(threading.local):
+    seen: Seen | None = None  # while kernels are only compiled
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def only_compiling() -> Iterator[Seen]:
+    """`launch` compiles in this thread, and runs nothing. Yields what it would have run."""
+    _thread.seen = seen = Seen()
+    try:
+        yield seen
+    finally:
+        _thread.seen = None
+
+
+def seen() -> Seen | None:
+    """The launches so far, while kernels are only compiled; None otherwise."""
+    return _thread.seen
 
 
 # -- Triton's hashes ---------------------------------------------------------------------------------------------------
@@ -97,9 +130,9 @@ def keep_hashes(kernel: Any) -> None:
 
 
 class Table:
-    """The hashes of one file, and those that are to be added to it."""
+    """The hashes in one file, and the new ones that `write` adds to it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ChoiceFile) -> None:
         self._store, self._kept = store, store.read()
         self._new: Choices = {}
         self._lock = threading.Lock()
@@ -151,14 +184,16 @@ def _table() -> Table | None:
 
 
 def forget() -> None:
-    """Read the hashes again, as a new process does."""
+    """Read the hashes again, as a new process does. For tests."""
     _table_of.cache_clear()
 
 
 @cache
 def _table_of(device: str, directory: Path) -> Table:
-    about = {**conditions(device), "sources": sources_of_kernels(), "Triton's files": _files_of_triton()}
-    return Table(Store(about, folder="kernels", what="hashes of compiled kernels", again="computed"))
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    files = {"sources": sources_of_kernels(), "Triton's files": _files_of_triton()}
+    about = {"device": device, **versions, **files}
+    return Table(ChoiceFile(about, folder="kernels", what="hashes of compiled kernels", again="computed"))
 
 
 @cache
@@ -201,7 +236,7 @@ def compiling_in_threads(threads: int = MOST_THREADS) -> Iterator[list[Exception
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Takes a kernel as far as it gets without running: its launcher is compiled too, and its code is on the device."""
+    """Threads that make kernels ready to run: the launcher is compiled too, and the code is loaded on the device."""
 
     def __init__(self, threads: int) -> None:
         super().__init__(threads)
@@ -230,7 +265,7 @@ class _Compilers(ThreadPoolExecutor):
 
     @contextmanager
     def _launcher_meanwhile(self, compile: Callable[..., Any]) -> Iterator[None]:
-        """Some versions of Triton compile C code for each signature, once a kernel is compiled. It need not wait."""
+        """Compile the launcher beside the kernel. Some versions of Triton do so for each signature, afterwards."""
         source = _source_of(compile)
         signature = str(getattr(source, "signature", None))
         if source is None or signature in self._launchers:
@@ -250,7 +285,7 @@ def _source_of(compile: Callable[..., Any]) -> Any:
 
 
 def _forget_failures(kernel: Any) -> None:
-    """Triton 3.7 keeps a compilation that failed in the kernel's cache, and a launch would raise its error again."""
+    """Drop failed compilations from a kernel's cache. Triton 3.7 keeps them, and a launch would raise their error."""
     for kernels, *_ in getattr(kernel, "device_caches", {}).values():
         for key, made in list(kernels.items()):
             if type(made).__name__ == "FutureKernel" and made.__dict__.get("kernel") is None:
@@ -292,7 +327,7 @@ def wait_for_triton() -> None:
 
 
 def _get_triton_ready() -> None:
-    """Triton compiles the code by which it asks the driver, and reads all its own files to know its caches by them."""
+    """Let Triton compile the code that asks the driver, and read all of its own files, whose hash names its caches."""
     with suppress(Exception), _switching_often():
         from triton.runtime.cache import triton_key
         from triton.runtime.driver import driver
@@ -303,7 +338,7 @@ def _get_triton_ready() -> None:
 
 @contextmanager
 def _switching_often() -> Iterator[None]:
-    """Triton reads its files in hundreds of pieces, and after each the thread has to wait for its turn."""
+    """Let Python switch threads more often: Triton reads its files in hundreds of pieces, and waits after each."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, OFTEN))
     try:

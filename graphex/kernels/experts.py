@@ -16,19 +16,18 @@ among all. Which is faster is measured, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel, routed_kernel
-from graphex.kernels.launch import Scratch, Start, is_aligned, launch, run_job
+from graphex.kernels.launch import PreparedJob, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
-from graphex.kernels.tuning import choose, is_settled
-from graphex.ops.definition import Arguments, Declined
-from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, why_not_grouped
+from graphex.ops.definition import Arguments
+from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, refusal_of_grouped
 
 KIND = "experts"
 MOST_FEW = 128  # pairs for which a program of each may still be faster
@@ -71,17 +70,17 @@ class Projection(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of the weight: from matrix to matrix, from column to column, and along a column."""
+        """The strides of the weight: from matrix to matrix, from column to column, and along a column."""
         e_stride, *others = self.weight.stride()
         n_stride, k_stride = others[::-1] if self.call.transposed else others
         return e_stride, n_stride, k_stride
 
 
-Prepared = Callable[..., Tensor]
+Prepared = PreparedJob[Projection, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """The columns of a weight, and the elements along them, that a program has at a time; `of` says for what."""
 
     of: str  # "pair", "sum", "expert"
@@ -150,9 +149,9 @@ def combine(call: Any, projected: Tensor, start: Start = launch) -> Tensor:
     return out
 
 
-def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[Tile, ...]:
+def _tiles(of: str, *numbers: tuple[int, ...]) -> tuple[ExpertTile, ...]:
     """Tiles of one kind, each given by its columns, block, warps and, where they differ, stages."""
-    return tuple(Tile(of, *each) for each in numbers)
+    return tuple(ExpertTile(of, *each) for each in numbers)
 
 
 # By whether the elements along a column are adjacent in the weight, and whether it is the gated projection. The first
@@ -167,10 +166,10 @@ FEW_TILES = {
     ),
     (False, True): _tiles("pair", (32, 64, 8), (32, 64, 4, 3), (32, 32, 4, 4), (64, 64, 8, 3), (32, 128, 8)),
     (False, False): (
-        Tile("pair", 64, 64, 8, parts=3),
-        Tile("pair", 64, 64, 4, parts=5),
-        Tile("pair", 64, 64, 4, parts=3),
-        Tile("pair", 64, 64, 8, parts=5),
+        ExpertTile("pair", 64, 64, 8, parts=3),
+        ExpertTile("pair", 64, 64, 4, parts=5),
+        ExpertTile("pair", 64, 64, 4, parts=3),
+        ExpertTile("pair", 64, 64, 8, parts=5),
         *_tiles("pair", (64, 64, 8), (64, 64, 4, 3)),
         *_tiles("sum", (32, 64, 8, 3)),
     ),
@@ -181,7 +180,7 @@ MANY_TILES = _tiles(
 _PREPARED: dict[Any, Any] = {}
 
 
-def tiles(job: Projection) -> list[Tile]:
+def tiles(job: Projection) -> list[ExpertTile]:
     """All that could be fastest. The first is taken where nothing can be measured and nothing is known."""
     few = FEW_TILES[job.strides[2] == 1, bool(job.gate)]
     if job.pairs <= FEW and job.pairs == job.times:
@@ -192,24 +191,20 @@ def tiles(job: Projection) -> list[Tile]:
 
 
 def _prepare(job: Projection) -> tuple[Prepared, bool]:
-    """How to compute such a projection, and whether that is the last word."""
+    """How to compute such a projection, and whether that choice is final."""
     tile, is_final = _chosen_tile(job)
     return tile.prepare(job), is_final
 
 
-def _chosen_tile(job: Projection) -> tuple[Tile, bool]:
+def _chosen_tile(job: Projection) -> tuple[ExpertTile, bool]:
     found = tiles(job)
     if job.weight[0].numel() < FEW_ELEMENTS:
         return found[0], True
-    text, scratch = description(job), OtherExperts(job)
-    candidates = [scratch.candidate(tile) for tile in found]
-    chosen = choose(KIND, text, candidates, candidates[0])
-    (tile,) = (tile for tile in found if tile.name == chosen.name)
-    return tile, is_settled(KIND, text)
+    return OtherExperts(job).fastest(KIND, description(job), found, found[0].name)
 
 
 class OtherExperts(Scratch[Projection]):
-    """The same tokens with other experts in turn, whose weights are not in the device's cache."""
+    """Measures the same tokens with other experts in turn, so that their weights are not in the device's cache."""
 
     def jobs(self, job: Projection) -> list[Projection]:
         count, given = job.weight.shape[0], job.call.experts
@@ -240,25 +235,25 @@ def _project(job: Projection) -> Tensor:
     return found
 
 
-def _why_not(call: Any) -> str:
-    """Why the kernels do not take such arguments. Empty: they do."""
+def _refusal(call: Any) -> Refusal | None:
+    """Why the kernels do not take such arguments."""
     x, stacked = call.x, (call.gate_up, call.down)
     biases = [each for each in (call.gate_up_bias, call.down_bias, call.residual) if each is not None]
     if x.dtype not in HALF or any(each.dtype != x.dtype for each in (*stacked, *biases)):
-        return f"x is {x.dtype}, the experts are {call.gate_up.dtype}"
+        return Refusal(f"x is {x.dtype}, the experts are {call.gate_up.dtype}")
     if call.weights.dtype not in (x.dtype, torch.float32) or call.experts.dtype not in (torch.int64, torch.int32):
-        return f"the weights are {call.weights.dtype}, the experts' numbers {call.experts.dtype}"
+        return Refusal(f"the weights are {call.weights.dtype}, the experts' numbers {call.experts.dtype}")
     if call.activation not in ACTIVATIONS:
-        return f"the activation is {call.activation}"
+        return Refusal(f"the activation is {call.activation}")
     if not x.shape[0] or not call.experts.numel() or call.experts.numel() % x.shape[0]:
-        return "there is no token, or not the same number of experts for each"
+        return Refusal("there is no token, or not the same number of experts for each")
     if any(each.device != x.device for each in (call.experts, call.weights, *stacked, *biases)):
-        return "not all arguments are on one device"
+        return Refusal("not all arguments are on one device")
     if x.stride(1) != 1 or any(1 not in each.stride()[1:] for each in stacked):
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     if not all(each.is_contiguous() for each in (call.experts, call.weights, *biases)):
-        return "biases, the residual, weights or the experts' numbers are not contiguous"
-    return "" if _fits(call) else "the sizes of the experts do not fit"
+        return Refusal("biases, the residual, weights or the experts' numbers are not contiguous")
+    return None if _fits(call) else Refusal("the sizes of the experts do not fit")
 
 
 def _fits(call: Any) -> bool:
@@ -277,18 +272,18 @@ def _fits(call: Any) -> bool:
 
 
 def experts(call: Arguments) -> Any:
-    if reason := _why_not(call):
-        return Declined(reason)
+    if (refusal := _refusal(call)) is not None:
+        return refusal
     if has_many(call.x, call.experts):
         return _grouped(call)
     inner = _project(Projection(call, call.x, call.activation))
-    return inner if isinstance(inner, Declined) else _project(Projection(call, inner, ""))
+    return inner if isinstance(inner, Refusal) else _project(Projection(call, inner, ""))
 
 
 def _grouped(call: Any) -> Any:
     """Both projections as grouped products of the library, for many tokens."""
-    if reason := why_not_grouped(call.x, call.gate_up, call.down):
-        return Declined(reason)
+    if (refusal := refusal_of_grouped(call.x, call.gate_up, call.down)) is not None:
+        return refusal
     stacked = (call.gate_up, call.gate_up_bias, call.down, call.down_bias)
     rows = grouped(call.x, call.experts, *stacked, call.transposed, call.activation, call.alpha, call.limit)
     with on_device_of(call.x):
@@ -298,22 +293,22 @@ def _grouped(call: Any) -> Any:
 def route(call: Arguments) -> Any:
     logits, count = call.logits, call.logits.shape[-1]
     if logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[0]:
-        return Declined("the logits are no rows of adjacent elements")
+        return Refusal("the logits are no rows of adjacent elements")
     if logits.dtype not in (*HALF, torch.float32) or call.dtype not in (*HALF, torch.float32):
-        return Declined(f"the logits are {logits.dtype}, the weights {call.dtype}")
+        return Refusal(f"the logits are {logits.dtype}, the weights {call.dtype}")
     if not 0 < call.top_k <= count <= MOST_EXPERTS or call.scores not in SCORES:
-        return Declined(f"{call.top_k} of {count} experts are chosen by {call.scores}")
+        return Refusal(f"{call.top_k} of {count} experts are chosen by {call.scores}")
     bias, groups = call.bias, call.groups
     if bias is not None and (bias.dtype != torch.float32 or not bias.is_contiguous() or bias.device != logits.device):
-        return Declined("the correction is not a contiguous float32 vector")
+        return Refusal("the correction is not a contiguous float32 vector")
     if groups > 1 and (count != next_power_of_2(count) or groups != next_power_of_2(groups) or count < 2 * groups):
-        return Declined(f"{count} experts in {groups} groups: no powers of two")
+        return Refusal(f"{count} experts in {groups} groups: no powers of two")
     with on_device_of(logits):
         return _route(call)
 
 
 def _route(call: Any, start: Start = launch) -> tuple[Tensor, Tensor]:
-    """The launch, for arguments that are not declined."""
+    """The weights and numbers of the chosen experts, for arguments that are not refused."""
     logits, count, groups = call.logits, call.logits.shape[-1], call.groups
     weights = logits.new_empty((logits.shape[0], call.top_k), dtype=call.dtype)
     chosen = torch.empty_like(weights, dtype=torch.int64)
@@ -373,14 +368,18 @@ class RoutedJob(NamedTuple):
 
     @property
     def choosing(self) -> Choosing:
-        call = self.call
-        return Choosing(call.logits, None, *call[2:8])
+        return Choosing(bias=None, **self._given(Choosing))
 
     def mixture(self, experts: Tensor, weights: Tensor) -> Mixture:
-        return Mixture(self.call.x, experts.view(-1), weights.view(-1), *self.call[8:])
+        return Mixture(experts=experts.view(-1), weights=weights.view(-1), **self._given(Mixture))
+
+    def _given(self, op: type[NamedTuple]) -> dict[str, Any]:
+        """Those arguments of another op that the call has too."""
+        given: dict[str, Any] = self.call._asdict()
+        return {name: given[name] for name in op._fields if name in given}
 
     def empty(self) -> Mixture:
-        """With room for a choice."""
+        """A call of `graphex::experts` with memory for the experts that are chosen, and for their weights."""
         shape = self.call.logits.shape[0], self.call.top_k
         made = self.call.logits.new_empty
         return self.mixture(made(shape, dtype=torch.int64), made(shape, dtype=self.call.dtype))
@@ -393,20 +392,20 @@ Up = tuple[Mixture, Tensor]  # with the experts that were chosen, and what their
 class WayToChoose(ABC):
     """A way to choose experts before their first projection, which has a tile."""
 
-    tile: Tile
+    tile: ExpertTile
 
     @property
     def name(self) -> str:
         return f"{type(self).__name__.lower()}, {self.tile.name}"
 
     @abstractmethod
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]: ...
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]: ...
 
 
 class Apart(WayToChoose):
     """A launch that chooses, and one of `up`."""
 
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]:
         def run(job: RoutedJob, start: Start = launch) -> Up:
             weights, chosen = _route(job.choosing, start)
             mixture = job.mixture(chosen, weights)
@@ -418,7 +417,7 @@ class Apart(WayToChoose):
 class Together(WayToChoose):
     """One launch: every program of `up` looks for the expert of its pair."""
 
-    def prepare(self, job: RoutedJob) -> Callable[..., Up]:
+    def prepare(self, job: RoutedJob) -> PreparedJob[RoutedJob, Up]:
         return self._run
 
     def _run(self, job: RoutedJob, start: Start = launch) -> Up:
@@ -440,7 +439,7 @@ def _up(mixture: Mixture) -> Projection:
 
 
 class OtherLogits(Scratch[RoutedJob]):
-    """The same tokens with logits for other experts in turn."""
+    """Measures the same tokens with logits for other experts in turn."""
 
     def jobs(self, job: RoutedJob) -> list[RoutedJob]:
         logits, found = job.call.logits, []
@@ -450,8 +449,8 @@ class OtherLogits(Scratch[RoutedJob]):
         return [RoutedJob(job.call._replace(logits=each)) for each in found]
 
 
-def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
-    """How to compute such a job, and whether that is the last word. The tile is that of `up` alone."""
+def _prepare_routed(job: RoutedJob) -> tuple[PreparedJob[RoutedJob, Up], bool]:
+    """How to compute such a job, and whether that choice is final. The tile is that of `up` alone."""
     up = _up(job.empty())
     tile, is_final = _chosen_tile(up)
     apart, together = Apart(tile), Together(tile)
@@ -459,36 +458,35 @@ def _prepare_routed(job: RoutedJob) -> tuple[Callable[[RoutedJob], Up], bool]:
         return apart.prepare(job), is_final
     if up.weight[0].numel() < FEW_ELEMENTS:
         return together.prepare(job), is_final
-    text, scratch = f"{description(up)}, {job.call.scores}", OtherLogits(job)
-    candidates = [scratch.candidate(each) for each in (apart, together)]
-    chosen = choose(KIND, text, candidates, candidates[0])
-    config = together if chosen.name == together.name else apart
-    return config.prepare(job), is_final and is_settled(KIND, text)
+    text, ways = f"{description(up)}, {job.call.scores}", (apart, together)
+    way, is_last = OtherLogits(job).fastest(KIND, text, ways, apart.name)
+    return way.prepare(job), is_final and is_last
 
 
-def _why_apart(call: Any) -> str:
-    """Why experts are chosen by a launch of their own. Empty: the programs of `up` may do it."""
+def _refusal_together(call: Any) -> Refusal | None:
+    """Why the programs of `up` cannot choose the experts. Then a launch of its own does."""
     if call.logits.dtype not in HALF or call.logits.dim() != 2 or call.logits.stride(1) != 1:
-        return "the logits are no rows of 16-bit numbers"
+        return Refusal("the logits are no rows of 16-bit numbers")
     if call.logits.shape[0] != call.x.shape[0] or call.logits.shape[1] != call.gate_up.shape[0]:
-        return "there is not one logit for each token and expert"
+        return Refusal("there is not one logit for each token and expert")
     if not 0 < call.top_k <= call.logits.shape[1] <= MOST_EXPERTS or call.scores not in SCORES:
-        return f"{call.top_k} of {call.logits.shape[1]} experts are chosen by {call.scores}"
+        return Refusal(f"{call.top_k} of {call.logits.shape[1]} experts are chosen by {call.scores}")
     if call.x.shape[0] * call.top_k > FEW:
-        return f"more than {FEW} pairs of a token and an expert"
-    return "" if call.logits.device == call.x.device else "not all arguments are on one device"
+        return Refusal(f"more than {FEW} pairs of a token and an expert")
+    return None if call.logits.device == call.x.device else Refusal("not all arguments are on one device")
 
 
 def routed_experts(call: Arguments) -> Any:
-    if reason := _why_apart(call):
-        return Declined(reason)
+    if (refusal := _refusal_together(call)) is not None:
+        return refusal
     job = RoutedJob(call)
-    if reason := _why_not(job.empty()):
-        return Declined(reason)
+    if (refusal := _refusal(job.empty())) is not None:
+        return refusal
     tensors = signature(call.x, call.logits, call.gate_up, call.gate_up_bias, call.down, call.down_bias, call.residual)
-    key = (*job.choosing[2:6], call.transposed, call.activation, tensors)
+    choosing = call.top_k, call.scores, call.dtype, call.normalised
+    key = (*choosing, call.transposed, call.activation, tensors)
     found = run_job(job, call.x, key, _PREPARED, _prepare_routed)
-    if isinstance(found, Declined):
+    if isinstance(found, Refusal):
         return found
     mixture, inner = found
     return _project(Projection(mixture, inner, ""))

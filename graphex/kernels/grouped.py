@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import pdl_launch, pdl_wait
 from graphex.kernels.attention_kernel import bound
 from graphex.kernels.experts_kernel import rounded
@@ -24,7 +25,7 @@ from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import FLOATS, MOST_BLOCKS, block_of, blocks_of, next_power_of_2
 from graphex.kernels.tokens import inside
 from graphex.ops.activations import ranged
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.npu_layers import only
 
 HALF = (torch.float16, torch.bfloat16)
@@ -121,38 +122,38 @@ class Product(NamedTuple):
     bias: Tensor | None
     dtype: torch.dtype
 
-    def refusal(self) -> str:
-        """Why the kernel does not take it. Empty: it does."""
+    def refusal(self) -> Refusal | None:
+        """Why the kernel does not take it."""
         x, weight = self.x, self.weight
         given = [each for each in self[:6] if isinstance(each, Tensor)]
         if x.dtype != weight.dtype or x.dtype not in (*HALF, torch.int8):
-            return f"x is {x.dtype}, the weights are {weight.dtype}"
+            return Refusal(f"x is {x.dtype}, the weights are {weight.dtype}")
         if x.dim() != 2 or weight.dim() != 3 or weight.shape[1] != x.shape[1] or not weight.numel():
-            return "x are no rows of the size of the weights"
+            return Refusal("x are no rows of the size of the weights")
         if self.dtype not in (FLOATS if x.dtype == torch.int8 else (x.dtype,)):
-            return f"the result is {self.dtype}"
+            return Refusal(f"the result is {self.dtype}")
         if any(each.device != x.device for each in given):
-            return "not all arguments are on one device"
+            return Refusal("not all arguments are on one device")
         if (x.shape[1] > 1 and x.stride(1) != 1) or not all(each.is_contiguous() for each in given[2:]):
-            return "rows, scales, biases or ends are not contiguous"
+            return Refusal("rows, scales, biases or ends are not contiguous")
         if weight.shape[0] >= MOST_BLOCKS or weight[0].numel() >= 2**31:
-            return "there are more groups than a grid has blocks, or weights than 32 bits count"
+            return Refusal("there are more groups than a grid has blocks, or weights than 32 bits count")
         return self._refusal_of_scales()
 
-    def _refusal_of_scales(self) -> str:
+    def _refusal_of_scales(self) -> Refusal | None:
         count, _, width = self.weight.shape
         is_bytes, is_late = self.x.dtype == torch.int8, self.bias is None or self.bias.is_floating_point()
         if not is_bytes and (self.scale is not None or self.row_scale is not None or not is_late):
-            return "rows that are not bytes are not scaled"
+            return Refusal("rows that are not bytes are not scaled")
         if self.bias is not None and not (is_late or self.bias.dtype == torch.int32):
-            return f"the bias is {self.bias.dtype}"
+            return Refusal(f"the bias is {self.bias.dtype}")
         if any(each is not None and not each.is_floating_point() for each in (self.scale, self.row_scale)):
-            return "scales are packed"
+            return Refusal("scales are packed")
         sizes = (self.scale, count * width), (self.bias, count * width), (self.row_scale, self.x.shape[0])
         one = self.scale is not None and count == 1 == self.scale.numel()
         if not all(each is None or each.numel() == size or (one and each is self.scale) for each, size in sizes):
-            return "scales or biases are not one for each column of each group"
-        return ""
+            return Refusal("scales or biases are not one for each column of each group")
+        return None
 
     def plan(self) -> LaunchPlan:
         """Tiles by the average size of a group; few columns at a time where there are few rows."""
@@ -174,9 +175,8 @@ class Product(NamedTuple):
         integers = (count, rows, size, width, self.x.stride(0), e_stride, n_stride, k_stride, scale_stride)
         return LaunchPlan((across, groups, turns if rows else 0), integers, constants)
 
-    def launch(self) -> Tensor | Declined:
-        if reason := self.refusal():
-            return Declined(reason)
+    def launch(self) -> Tensor:
+        """The result, of a product that is not refused."""
         out = self.x.new_empty((self.x.shape[0], self.weight.shape[2]), dtype=self.dtype)
         tensors = (self.x, self.weight, self.ends, self.scale, self.row_scale, self.bias, out)
         self.plan().launch(grouped_kernel, tensors, self.x)
@@ -184,7 +184,7 @@ class Product(NamedTuple):
 
 
 def _by_library(of: Product) -> Tensor | None:
-    """The library's product of large groups, where it has one; it leaves rows behind the last group as they are."""
+    """The library's product of large groups, or None where it has none. Rows behind the last group are set to zero."""
     rows, (count, size, width) = of.x.shape[0], of.weight.shape
     if of.x.dtype != torch.bfloat16 or of.ends is None or rows < MANY * count or of.bias is not None:
         return None
@@ -198,29 +198,30 @@ def _by_library(of: Product) -> Tensor | None:
 def npu_grouped_matmul(call: Arguments) -> Any:
     x, weight, ends = call.x, call.weight, call.group_list
     if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3 or ends is None or ends.numel() != weight[0].shape[0]:
-        return Declined("there is not one x, with one stack of weights and a list of groups")
+        return Refusal("there is not one x, with one stack of weights and a list of groups")
     refused = (call.offset, call.antiquant_scale, call.antiquant_offset, call.activation_input)
     if call.act_type or call.group_list_type not in (0, 1) or any(each for each in refused):
-        return Declined("there are activations, offsets or packed weights")
+        return Refusal("there are activations, offsets or packed weights")
     ends = ends.contiguous() if call.group_list_type == 0 else ends.cumsum(0)
     numbers = only(call.scale), only(call.per_token_scale), only(call.bias)
     of = Product(x[0], weight[0], ends, *numbers, call.output_dtype or x[0].dtype)
-    reason = of.refusal()
-    found = Declined(reason) if reason else _by_library(of)
-    found = of.launch() if found is None else found
-    return found if isinstance(found, Declined) else [found]
+    if (refusal := of.refusal()) is not None:
+        return refusal
+    found = _by_library(of)
+    return [of.launch() if found is None else found]
 
 
 def npu_quant_matmul(call: Arguments) -> Any:
     x, weight = call.x1, call.x2
     if x.dim() < 2 or weight.dim() != 2 or call.group_sizes:
-        return Declined("there is not one matrix of weights with scales of its columns")
+        return Refusal("there is not one matrix of weights with scales of its columns")
     is_bytes = call.output_dtype in (None, torch.int8)
     dtype = torch.float32 if is_bytes else call.output_dtype
     rows = x.reshape(-1, x.shape[-1])
-    found = Product(rows, weight[None], None, call.scale, call.pertoken_scale, call.bias, dtype).launch()
-    if isinstance(found, Declined):
-        return found
+    of = Product(rows, weight[None], None, call.scale, call.pertoken_scale, call.bias, dtype)
+    if (refusal := of.refusal()) is not None:
+        return refusal
+    found = of.launch()
     if is_bytes:
         shifted = found if call.offset is None else found + call.offset.to(torch.float32)
         found = ranged(shifted, -128.0, 127.0, torch.int8)
@@ -262,16 +263,16 @@ def npu_moe_finalize_routing(call: Arguments) -> Any:
     places, experts, width = call.expanded_src_to_dst_row, call.export_for_source_row, flat.shape[1]
     more = [each for each in (call.skip1, call.skip2, call.bias, call.scales) if each is not None]
     if any(each.dtype not in FLOATS for each in (flat, *more)) or (call.bias is not None and experts is None):
-        return Declined("rows, skips, bias or scales are no floats, or a bias has no experts")
+        return Refusal("rows, skips, bias or scales are no floats, or a bias has no experts")
     more += [places, *(() if experts is None else (experts,))]
     if any(each.device != flat.device or not each.is_contiguous() for each in more) or flat.stride(1) != 1:
-        return Declined("not all arguments are contiguous and on one device")
+        return Refusal("not all arguments are contiguous and on one device")
     times = 1 if call.scales is None else call.scales.shape[-1]
     tokens = places.shape[0] // times
     if any(each is not None and each.shape != (tokens, width) for each in (call.skip1, call.skip2)):
-        return Declined("what is added does not have the shape of the result")
+        return Refusal("what is added does not have the shape of the result")
     if not flat.shape[0] or not width or tokens > MOST_BLOCKS:
-        return Declined("there are no rows, or more tokens than a grid has blocks")
+        return Refusal("there are no rows, or more tokens than a grid has blocks")
     out = flat.new_empty((tokens, width))
     columns = min(512, block_of(width))
     constants = {"BY_TOKEN": (call.drop_pad_mode or 0) >= 2, "COLUMNS": columns, "num_warps": 4}

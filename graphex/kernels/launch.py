@@ -3,10 +3,10 @@
     launch(kernel, grid, arguments, constants)         runs it; inside of `only_compiling()` it does the following
     compile_only(kernel, grid, arguments, constants)   compiles it; the tensors may be fake ones
 
-`only_compiling()` also keeps the names of the kernels, and the choice among configurations that they depend on. How a
-kernel is compiled, or found, is in `compiled.py`.
+`only_compiling()` and how a kernel is compiled, or found, are in `compiled.py`.
 
-`run_job` and `Scratch` are for the families with several configurations: how one is run, and the job to measure it on.
+`JobConfig`, `run_job` and `Scratch` are for the families with several configurations: what one is, how it runs, and how
+the fastest is found.
 
 `precompile_kernels` compiles those of a graph beside each other, instead of one after the other in its first call, and
 `compiling_kernels` does so while something else is compiled:
@@ -21,7 +21,6 @@ Symbolic sizes are taken as they were when the graph was traced.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +37,20 @@ from torch.fx import Node
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import CONTRACTED, PTX
-from graphex.kernels.compiled import MOST_THREADS, compile_ahead, compiling_in_threads, keep_hashes
+from graphex.kernels.compiled import (
+    MOST_THREADS,
+    Seen,
+    compile_ahead,
+    compiling_in_threads,
+    keep_hashes,
+    only_compiling,
+    seen,
+)
 from graphex.kernels.layout import on_device_of, remember
-from graphex.kernels.tuning import Candidate
-from graphex.ops.definition import SPECS, Declined, has_kernel, launcher_of
+from graphex.kernels.tuning import Candidate, choose, is_settled
+from graphex.ops.definition import SPECS, has_kernel, launcher_of
 from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
 
 Start = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -52,33 +60,18 @@ _WITH_PDL = {"PDL": True, "launch_pdl": True}
 _WITHOUT_PDL = {"PDL": False}
 
 
-@dataclass
-class Seen:
-    """The launches of a call: the names of kernels, and the kind and signature of the choices that it asks for."""
-
-    kernels: list[str] = field(default_factory=list)
-    choices: list[tuple[str, str]] = field(default_factory=list)
-
-
-class _Thread(threading.local):
-    seen: Seen | None = None  # while kernels are only compiled
-
-
-_thread = _Thread()
-
-
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if _thread.seen is None:
+    if (noted := seen()) is None:
         keep_hashes(kernel)
         kernel[grid](*arguments, **_options(kernel, constants))
     else:
-        _thread.seen.kernels.append(kernel.__name__)
+        noted.kernels.append(kernel.__name__)
         compile_only(kernel, grid, arguments, constants)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A launch, but for its tensors and the numbers that come with a call."""
+    """A launch without its tensors and the numbers of a call."""
 
     grid: tuple[int, ...]
     integers: tuple[int | None, ...]
@@ -111,25 +104,10 @@ def _has_pdl(device: int) -> bool:
 
 
 def _typed(argument: Any) -> Any:
-    """A fake tensor has no address: its type stands for it, with the alignment that memory mostly has."""
+    """The argument, as a kernel is compiled for it. A fake tensor has no address: its type stands for one, aligned."""
     if isinstance(argument, tuple):
         return tuple(map(_typed, argument))
     return MockTensor(argument.dtype) if isinstance(argument, FakeTensor) else argument
-
-
-@contextmanager
-def only_compiling() -> Iterator[Seen]:
-    """`launch` runs nothing in this thread."""
-    _thread.seen = seen = Seen()
-    try:
-        yield seen
-    finally:
-        _thread.seen = None
-
-
-def seen() -> Seen | None:
-    """The launches so far, while kernels are only compiled; None otherwise."""
-    return _thread.seen
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -138,32 +116,43 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def called(op: str, *args: Any) -> Any:
-    """An op of ours as a part of another: where kernels are only compiled, its own is too."""
-    if _thread.seen is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Declined):
+    """Call an op of graphex from a launcher of another. Where kernels are only compiled, its kernel is compiled too."""
+    if seen() is not None and not isinstance(result := launcher_of(SPECS[op])(*args), Refusal):
         return result
     namespace, _, name = op.partition("::")
     return getattr(getattr(torch.ops, namespace), name)(*args)
 
 
 Job = TypeVar("Job")
+Given = TypeVar("Given", contravariant=True)
+Made = TypeVar("Made", covariant=True)
 
 LIBRARY = "library"  # the configuration that has no kernels of ours to compile
 NO_ROOM = "the device has no room for the tile that is taken unmeasured"
 
 
-class AnyConfig(Protocol):
-    """A configuration of a kind of job. It prepares itself for one job, and then does all that are laid out alike."""
+class PreparedJob(Protocol[Given, Made]):
+    """A configuration that is prepared for one job, and runs all jobs with the same layout."""
+
+    def __call__(self, job: Given, start: Start = launch, /) -> Made: ...
+
+
+class JobConfig(Protocol[Given, Made]):
+    """A configuration of a kind of job."""
 
     @property
     def name(self) -> str: ...
 
-    def prepare(self, job: Any) -> Callable[..., Any]: ...
+    def prepare(self, job: Given) -> PreparedJob[Given, Made]: ...
+
+
+Config = TypeVar("Config", bound=JobConfig[Any, Any])
 
 
 def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Callable[[Any], tuple[Any, bool]]) -> Any:
-    """The results of a job, by the configuration that is `known` for its key or that `prepare` finds; or `Declined`.
+    """The results of a job, by the configuration that is `known` for its key or that `prepare` finds, or a refusal.
 
-    `prepare` also says whether what it found is the last word.
+    `prepare` also says whether that answer is final.
     """
     with on_device_of(on):
         config = known.get(key)
@@ -171,16 +160,16 @@ def run_job(job: Any, on: Tensor, key: Any, known: dict[Any, Any], prepare: Call
             config, is_final = prepare(job)
             if is_final and seen() is None:
                 remember(known, key, config)
-        if isinstance(config, Declined):
+        if isinstance(config, Refusal):
             return config
         try:
             return config(job)
         except OutOfResources:
-            return remember(known, key, Declined(NO_ROOM))
+            return remember(known, key, Refusal(NO_ROOM))
 
 
 class Scratch(ABC, Generic[Job]):
-    """The job to measure on: itself and copies of it in turn, so that the device's cache holds nothing it reads."""
+    """Measures configurations of a job, on the job and copies of it in turn: no input is in the device's cache then."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -188,9 +177,19 @@ class Scratch(ABC, Generic[Job]):
 
     @abstractmethod
     def jobs(self, job: Job) -> list[Job]:
-        """The jobs to go round."""
+        """The job and its copies."""
 
-    def candidate(self, config: AnyConfig) -> Candidate:
+    def fastest(self, kind: str, signature: str, configs: Sequence[Config], default: str) -> tuple[Config, bool]:
+        """The fastest of some configurations, and whether that choice is final. `default` is taken unmeasured."""
+        candidates = self.candidates(configs)
+        chosen = choose(kind, signature, list(candidates.values()), candidates[default])
+        (config,) = (config for config in configs if config.name == chosen.name)
+        return config, is_settled(kind, signature)
+
+    def candidates(self, configs: Sequence[JobConfig[Job, Any]]) -> dict[str, Candidate]:
+        return {config.name: self._candidate(config) for config in configs}
+
+    def _candidate(self, config: JobConfig[Job, Any]) -> Candidate:
         prepared = config.prepare(self._job)
         is_ours = config.name != LIBRARY
         return Candidate(
@@ -208,13 +207,12 @@ class Scratch(ABC, Generic[Job]):
 # -- the kernels of a graph --------------------------------------------------------------------------------------------
 
 
-SLOW = ("graphex::rotary_attention_", "graphex::attention")
 UNKNOWN = -1  # a size that only running tells
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A tensor, as far as a launcher looks at it."""
+    """The sizes, strides, type and device of a tensor: launchers look at nothing else."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -310,7 +308,7 @@ def _planned(calls: dict[Call, int]) -> Precompiled:
             except Exception as error:
                 made.errors.append(error)
             else:
-                declined = result.reason if isinstance(result, Declined) else ""
+                declined = result.reason if isinstance(result, Refusal) else ""
                 made.planned.append(Planned(call, calls[call], seen, declined))
     order = list(calls)
     made.planned.sort(key=lambda each: order.index(each.call))
@@ -318,8 +316,8 @@ def _planned(calls: dict[Call, int]) -> Precompiled:
 
 
 def _is_quick(call: Call) -> bool:
-    """The ops that take longest to compile come first: the others are done by the time they are."""
-    return call.op not in SLOW
+    """Ops that take long to compile come first: the others are done by the time they are."""
+    return not SPECS[call.op].compiles_slowly
 
 
 def distinct_calls(nodes: Iterable[Node]) -> dict[Call, int]:

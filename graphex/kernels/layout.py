@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import TRITON_TYPES
-from graphex.ops.definition import Arguments, Declined, keyword_defaults
+from graphex.ops.definition import Arguments, keyword_defaults
 
 MOST_PLANS = 4096
 MOST_ROWS = 2**31 - 2**16
@@ -33,6 +34,8 @@ FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 @dataclass(frozen=True, slots=True)
 class Rows:
+    """Where the rows of a tensor start; the module says how."""
+
     count: int
     columns: int
     inner: int | None
@@ -46,39 +49,41 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class RowTile:
+    """The part of a tensor that a program computes: so many rows and columns, in so many steps."""
+
     rows: int
     columns: int
     warps: int
     steps: int = 1
 
 
-def memory_order(x: Tensor) -> tuple[int, ...] | str:
-    """The leading dimensions of x from the slowest to the fastest in memory, or why that is not clear."""
+def memory_order(x: Tensor) -> tuple[int, ...] | Refusal:
+    """The leading dimensions of x from the slowest to the fastest in memory, or why there is no such order."""
     strides, sizes = x.stride(), x.shape
     leading = range(x.dim() - 1)
     wide = [d for d in leading if sizes[d] > 1]
     if sizes[-1] > 1 and strides[-1] != 1:
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     order = sorted(wide, key=lambda d: -strides[d])
     room = sizes[-1]  # what the dimensions so far take up, from the fastest on
     for d in reversed(order):
         if strides[d] < room:
-            return "rows overlap or repeat"
+            return Refusal("rows overlap or repeat")
         room += (sizes[d] - 1) * strides[d]
     return tuple(order + [d for d in leading if sizes[d] <= 1])
 
 
-def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
-    """x as rows, in a given order of its leading dimensions, or why it is none."""
+def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | Refusal:
+    """The rows of x, in a given order of its leading dimensions, or why they are not rows of a kernel."""
     columns = x.shape[-1]
     count = x.numel() // columns if columns else 0
     if order is None and x.is_contiguous() and count <= MOST_ROWS:
         return Rows(count, columns, None, 0, columns)
     if columns > 1 and x.stride(-1) != 1:
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     if count > MOST_ROWS:
-        return "more rows than 32 bits count"
+        return Refusal("more rows than 32 bits count")
     collapsed: list[tuple[int, int]] = []
     for d in order if order is not None else range(x.dim() - 1):
         size, stride = x.shape[d], x.stride(d)
@@ -89,7 +94,7 @@ def rows_of(x: Tensor, order: tuple[int, ...] | None = None) -> Rows | str:
         else:
             collapsed.append((size, stride))
     if len(collapsed) > 2:
-        return "rows are spaced in more than two steps"
+        return Refusal("rows are spaced in more than two steps")
     inner, inner_stride = collapsed[-1] if collapsed else (1, columns)
     if len(collapsed) < 2:
         return Rows(count, columns, None, 0, inner_stride)
@@ -104,26 +109,26 @@ class Inputs(NamedTuple):
     other_rows: Rows
 
 
-def inputs_of(x: Tensor, other: Tensor | None, names: str) -> Inputs | Declined:
+def inputs_of(x: Tensor, other: Tensor | None, names: str) -> Inputs | Refusal:
     """The rows of x and of another tensor; `names` are those of both."""
     if x.dtype not in FLOATS:
-        return Declined(f"x is {x.dtype}")
+        return Refusal(f"x is {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
-        return Declined("x has no columns")
+        return Refusal("x has no columns")
     if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.device != x.device):
-        return Declined(f"{names} differ in shape, type or device")
+        return Refusal(f"{names} differ in shape, type or device")
     order = order_of(x)
-    if isinstance(order, str):
-        return Declined(order)
+    if isinstance(order, Refusal):
+        return order
     rows, other_rows = rows_of(x, order), rows_of(x if other is None else other, order)
-    if isinstance(rows, str):
-        return Declined(rows)
-    if isinstance(other_rows, str):
-        return Declined(other_rows)
+    if isinstance(rows, Refusal):
+        return rows
+    if isinstance(other_rows, Refusal):
+        return other_rows
     return Inputs(order, rows, other_rows)
 
 
-def order_of(x: Tensor) -> tuple[int, ...] | str | None:
+def order_of(x: Tensor) -> tuple[int, ...] | Refusal | None:
     """None for a contiguous tensor, else `memory_order`."""
     return None if x.is_contiguous() else memory_order(x)
 
@@ -136,8 +141,8 @@ def allocate(x: Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> Te
     return x.new_empty([x.shape[d] for d in full], dtype=dtype).permute([full.index(d) for d in range(x.dim())])
 
 
-def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | str:
-    """Where the one number of each row goes: contiguous, whatever the order of rows in memory, as reductions are."""
+def rows_of_ones(x: Tensor, order: tuple[int, ...] | None) -> Rows | Refusal:
+    """The rows of a tensor with one number per row. It is contiguous, as a reduction's result is."""
     if order is None:
         return Rows(0, 1, None, 0, 1)
     return rows_of(torch.empty((*x.shape[:-1], 1), device="meta"), order)
@@ -161,7 +166,7 @@ def block_of(columns: int) -> int:
     return max(4, next_power_of_2(columns))
 
 
-def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32) -> Tile:
+def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32) -> RowTile:
     """One program a row where rows are wide; several where they are short and there are many.
 
     A thread has `many` elements, or `few` where there are so few rows that only their latency counts. A program keeps
@@ -169,21 +174,21 @@ def row_tile(rows: int, columns: int, widest: int, few: int = 16, many: int = 32
     """
     block = min(block_of(columns), widest)
     if rows <= FEW_ROWS:
-        return Tile(1, block, warps_for(block, few))
+        return RowTile(1, block, warps_for(block, few))
     together = max(1, 2048 // block)
-    return Tile(together, block, warps_for(block * together, many))
+    return RowTile(together, block, warps_for(block * together, many))
 
 
 def warps_for(elements: int, a_thread: int) -> int:
     return max(1, min(32, elements // (32 * a_thread)))
 
 
-def flat_tile(rows: int, columns: int, sharing: bool = False) -> Tile:
+def flat_tile(rows: int, columns: int, sharing: bool = False) -> RowTile:
     """For elementwise work, where a row may be cut anywhere. `sharing`: several rows share a column's parameters."""
     few = rows * columns <= FEW_ELEMENTS
     size = 512 if few else 1024 if sharing else 2048
     block = min(block_of(columns), size)
-    return Tile(min(size // block, next_power_of_2(rows)), block, 4, 2 if sharing and not few else 1)
+    return RowTile(min(size // block, next_power_of_2(rows)), block, 4, 2 if sharing and not few else 1)
 
 
 MOST_BLOCKS = 2**16 - 1  # along the second and third axis of a grid
@@ -195,7 +200,7 @@ def grid_of(column_blocks: int, row_blocks: int) -> tuple[int, int, int]:
 
 
 def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """All that a plan for a launch may depend on."""
+    """Shapes, strides, types and devices of tensors: all that a plan for a launch may depend on."""
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors)
 
 
@@ -211,7 +216,7 @@ def remember(plans: dict[Any, P], key: Any, plan: P) -> P:
 
 
 def on_device_of(x: Tensor) -> Any:
-    """Triton launches on the current device: make it the tensor's own."""
+    """Make the tensor's device the current one, on which Triton launches."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -251,16 +256,16 @@ class Static:
     types: dict[str, object]
 
 
-def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Declined | None:
+def _refusal(dtype: torch.dtype, quant_min: float, quant_max: float, *floats: torch.dtype) -> Refusal | None:
     if not FLOATS.issuperset(floats):
-        return Declined("quantisation is computed in a type other than float16, bfloat16 and float32")
+        return Refusal("quantisation is computed in a type other than float16, bfloat16 and float32")
     if dtype not in RANGES:
-        return Declined(f"the kernel does not quantise to {dtype}")
+        return Refusal(f"the kernel does not quantise to {dtype}")
     smallest, largest = RANGES[dtype]
     if not smallest <= quant_min <= quant_max <= largest:
-        return Declined(f"the quantised range is not within that of {dtype}")
+        return Refusal(f"the quantised range is not within that of {dtype}")
     if dtype in INTEGERS and not (quant_min == int(quant_min) and quant_max == int(quant_max)):
-        return Declined("the bounds of the quantised range are not integers")
+        return Refusal("the bounds of the quantised range are not integers")
     return None
 
 
@@ -270,7 +275,7 @@ def _through(value: float, dtype: torch.dtype) -> float:
 
 
 @lru_cache(maxsize=256)
-def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | Declined:
+def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | Refusal:
     """The keyword arguments of `graphex::dynamic_quant`; `zero_is_zero` as in `npu_dynamic_quant`."""
     options = SimpleNamespace(**keyword_defaults(DYNAMIC_QUANT) | given)
     dtype, quant_min, quant_max = options.dtype or torch.int8, options.quant_min, options.quant_max
@@ -280,7 +285,7 @@ def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | De
     if refusal is not None:
         return refusal
     if options.mode not in ("divide", "reciprocal"):
-        return Declined(f"unknown mode '{options.mode}'")
+        return Refusal(f"unknown mode '{options.mode}'")
     types = {
         "MODE": options.mode,
         "COMPUTE": TRITON_TYPES[compute],
@@ -293,11 +298,11 @@ def dynamic_options(*, zero_is_zero: bool = False, **given: Any) -> Dynamic | De
     return Dynamic(dtype, scale, options.keepdim, (options.divisor, *least, quant_min, quant_max), types)
 
 
-def static_options(scale: Tensor, zero_point: Tensor | None, columns: int, **given: Any) -> Static | Declined:
+def static_options(scale: Tensor, zero_point: Tensor | None, columns: int, **given: Any) -> Static | Refusal:
     """The keyword arguments of `graphex::static_quant`, given its scale and zero point."""
     for value in (scale, zero_point):
         if value is not None and (value.dim() > 1 or value.numel() not in (1, columns)):
-            return Declined("a scale or zero point is neither one number nor one for each column")
+            return Refusal("a scale or zero point is neither one number nor one for each column")
     return _static_options(
         scale.dtype,
         scale.dim() == 0,
@@ -324,20 +329,20 @@ def _static_options(
     quant_max: float,
     dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
-) -> Static | Declined:
+) -> Static | Refusal:
     dtype, compute = dtype or torch.int8, compute_dtype or torch.float32
     refusal = _refusal(dtype, quant_min, quant_max, compute, scale)
     if refusal is not None:
         return refusal
     if mode not in ("divide", "reciprocal", "multiply"):
-        return Declined(f"unknown mode '{mode}'")
+        return Refusal(f"unknown mode '{mode}'")
     # As in ATen: a zero-dimensional tensor does not widen the type of a tensor with dimensions.
     result = compute if scale_is_scalar else torch.promote_types(compute, scale)
     total = result
     if zero_point is not None and not zero_point_is_scalar:
         total = torch.promote_types(result, zero_point)
     if total not in FLOATS:
-        return Declined("the zero point is of a type other than an integer, float16, bfloat16 and float32")
+        return Refusal("the zero point is of a type other than an integer, float16, bfloat16 and float32")
     types = {
         "MODE": mode,
         "COMPUTE": TRITON_TYPES[compute],
@@ -352,12 +357,12 @@ def _static_options(
     return Static(dtype, (quant_min, quant_max), types)
 
 
-def dynamic_of(call: Arguments) -> Dynamic | Declined:
+def dynamic_of(call: Arguments) -> Dynamic | Refusal:
     """The options of an op that ends in `graphex::dynamic_quant`."""
     return dynamic_options(**{name: getattr(call, name) for name in keyword_defaults(DYNAMIC_QUANT)})
 
 
-def static_of(call: Arguments, x: Tensor) -> Static | Declined:
+def static_of(call: Arguments, x: Tensor) -> Static | Refusal:
     """The options of an op that ends in `graphex::static_quant` of tensors that are shaped as x."""
     options = {name: getattr(call, name) for name in keyword_defaults(STATIC_QUANT)}
     return static_options(call.scale, call.zero_point, x.shape[-1] if x.dim() else 0, **options)
@@ -393,21 +398,21 @@ def quant_refusal(
     smooth: Tensor | None = None,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
-) -> Declined | None:
+) -> Refusal | None:
     """Why a kernel cannot quantise x, if so."""
-    if options is not None and (refusal := device_refusal(options.dtype, x)):
+    if options is not None and (refusal := device_refusal(options.dtype, x)) is not None:
         return refusal
     if not is_column_vector(smooth, x):
-        return Declined("the smooth scales are not a contiguous vector over the last dimension of x")
+        return Refusal("the smooth scales are not a contiguous vector over the last dimension of x")
     for value in (scale, zero_point):
         if value is not None and (value.device != x.device or not value.is_contiguous()):
-            return Declined("a scale or zero point is on another device or not contiguous")
+            return Refusal("a scale or zero point is on another device or not contiguous")
     return None
 
 
-def device_refusal(dtype: torch.dtype, x: Tensor) -> Declined | None:
-    """Both kinds of quantised values need hardware that converts to them."""
+def device_refusal(dtype: torch.dtype, x: Tensor) -> Refusal | None:
+    """Why the device cannot quantise: its hardware does not convert to the type."""
     oldest = (8, 9) if dtype in FLOAT8 else (7, 2)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < oldest:
-        return Declined(f"this device does not convert to {dtype}")
+        return Refusal(f"this device does not convert to {dtype}")
     return None

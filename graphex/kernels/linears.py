@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphex.kernels.launch import LIBRARY, Scratch, Start, called, is_aligned, launch, run_job
+from graphex.errors import Refusal
+from graphex.kernels.launch import LIBRARY, JobConfig, PreparedJob, Scratch, Start, called, is_aligned, launch, run_job
 from graphex.kernels.layout import Rows, blocks_of, is_column_vector, next_power_of_2, rows_of, signature
 from graphex.kernels.linears_kernel import combine_kernel, gemv_kernel, skinny_kernel
-from graphex.kernels.tuning import Candidate, choose, cold_copies, is_settled
+from graphex.kernels.tuning import Candidate, cold_copies
 from graphex.ops import linears as reference
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
 
 MOST_WEIGHTS = 4  # in one launch
@@ -67,15 +68,8 @@ class Job:
         return [self.weights[0].new_empty((*self.x.shape[:-1], width)) for width in widths]
 
 
-class Prepared(Protocol):
-    def __call__(self, job: Job, start: Start = launch) -> list[Tensor]: ...
-
-
-class Config(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self, job: Job) -> Prepared: ...
+Config = JobConfig[Job, list[Tensor]]
+Prepared = PreparedJob[Job, list[Tensor]]
 
 
 def with_prologue_done(job: Job) -> Job:
@@ -355,65 +349,63 @@ def likely(job: Job) -> Config:
 KIND = "linears"
 FEW_ELEMENTS = 2**18  # of weights, below which the launch takes longer than what it does
 OLDEST = (8, 0)
-_PREPARED: dict[Any, Prepared | Declined] = {}
+_PREPARED: dict[Any, Prepared | Refusal] = {}
 
 
 def is_small(job: Job) -> bool:
     return sum(w.numel() for w in job.weights) < FEW_ELEMENTS
 
 
-def _refusal(job: Job) -> str | None:
+def _refusal(job: Job) -> Refusal | None:
     """Why the kernels cannot take a job."""
     x = job.x
     if x.dtype not in (torch.float16, torch.bfloat16):
-        return f"x is {x.dtype}: how exactly its products are computed is for the library to say"
+        return Refusal(f"x is {x.dtype}: how exactly its products are computed is for the library to say")
     if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) < OLDEST:
-        return "the device is older than the tensor cores that the kernels are written for"
+        return Refusal("the device is older than the tensor cores that the kernels are written for")
     if any(t is not None and t.device != x.device for t in job.tensors()):
-        return "tensors are on several devices"
+        return Refusal("tensors are on several devices")
     if any(w.dtype != x.dtype for w in job.weights):
-        return "the norm has another type than x"
+        return Refusal("the norm has another type than x")
     if not is_column_vector(job.gain, x):
-        return "the gain is not a contiguous vector"
+        return Refusal("the gain is not a contiguous vector")
     if any(w.stride(1) != 1 and w.shape[1] > 1 for w in job.weights):
-        return "the elements of a row of a weight are not adjacent"
+        return Refusal("the elements of a row of a weight are not adjacent")
     if any(b is not None and b.stride(0) != 1 and b.shape[0] > 1 for b in job.biases):
-        return "a bias is not contiguous"
+        return Refusal("a bias is not contiguous")
     for rows in (rows_of(t) for t in (x, job.up, job.residual) if t is not None):
-        if isinstance(rows, str):
+        if isinstance(rows, Refusal):
             return rows
     return None
 
 
-def _prepare(job: Job) -> tuple[Prepared | Declined, bool]:
-    """How to compute such a job, and whether that is the last word."""
+def _prepare(job: Job) -> tuple[Prepared | Refusal, bool]:
+    """How to compute such a job, or why the kernels cannot, and whether that answer is final."""
     is_empty = not job.weights or not job.x.numel() or not all(w.shape[0] for w in job.weights)
     if is_empty or (job.rows > FEW_ROWS and not job.is_wide):
         return Library().prepare(job), True
-    if refusal := _refusal(job):
-        return Declined(refusal), True
+    if (refusal := _refusal(job)) is not None:
+        return refusal, True
     if is_small(job):
         return likely(job).prepare(job), True
-    text = description(job)
-    found = candidates(job)
-    chosen = choose(KIND, text, list(found.values()), found[likely(job).name])
-    (config,) = (config for config in configs(job) if config.name == chosen.name)
-    return config.prepare(job), is_settled(KIND, text)
+    config, is_final = ColdWeights(job).fastest(KIND, description(job), configs(job), likely(job).name)
+    return config.prepare(job), is_final
 
 
 def candidates(job: Job) -> dict[str, Candidate]:
-    scratch = ColdWeights(job)
-    return {config.name: scratch.candidate(config) for config in configs(job)}
+    return ColdWeights(job).candidates(configs(job))
 
 
 class ColdWeights(Scratch[Job]):
+    """Measures on copies of the weights in turn."""
+
     def jobs(self, job: Job) -> list[Job]:
         copies = cold_copies(sum(w.numel() * w.element_size() for w in job.weights)) - 1
         return [job, *(replace(job, weights=_copied(job.weights)) for _ in range(copies))]
 
 
 def _copied(weights: Sequence[Tensor]) -> list[Tensor]:
-    """With their strides, which a launch depends on."""
+    """Copies with the strides of the weights, which a launch depends on."""
     return [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device).copy_(w) for w in weights]
 
 
@@ -446,7 +438,7 @@ def _run(call: Arguments, prologue: str = "none") -> Any:
     job = Job(prologue, x, up, gain, *norm, call.weights, call.biases, residual, gated, kept)
     key = prologue, gated, kept and job.cast_first, kept, len(job.weights), signature(*job.tensors())
     result = run_job(job, x, key, _PREPARED, _prepare)
-    return result[0] if gated and not isinstance(result, Declined) else result
+    return result[0] if gated and not isinstance(result, Refusal) else result
 
 
 def linears(call: Arguments) -> Any:

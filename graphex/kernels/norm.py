@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.activations import npu_dynamic, npu_static
 from graphex.kernels.arithmetic import (
     AS_WRITTEN,
@@ -55,7 +56,7 @@ from graphex.kernels.layout import (
     static_of,
     static_options,
 )
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 from graphex.ops.norms import norm_dtype
 from graphex.ops.npu import wants
 
@@ -247,28 +248,28 @@ class NormPlan(LaunchPlan):
     numbers: tuple[float, ...]
 
 
-_PLANS: dict[Any, NormPlan | Declined] = {}
+_PLANS: dict[Any, NormPlan | Refusal] = {}
 
 
-def _refusal(norm: Norm, quantise: Quantise) -> Declined | None:
+def _refusal(norm: Norm, quantise: Quantise) -> Refusal | None:
     x1 = norm.x1
     if not is_column_vector(norm.weight, x1) or not is_column_vector(norm.beta, x1):
-        return Declined("a weight is not a contiguous vector over the last dimension of x, in a 16-bit type or float32")
+        return Refusal("a weight is not a contiguous vector over the last dimension of x, in a 16-bit type or float32")
     options = quantise.dynamic or quantise.static
     return quant_refusal(x1, options, quantise.smooth, quantise.scale, quantise.zero_point)
 
 
-def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Declined:
+def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Refusal:
     """How to launch the kernel on such tensors, or why it cannot be."""
     x1 = norm.x1
     inputs = inputs_of(x1, norm.x2, "x1 and x2")
-    if isinstance(inputs, Declined):
+    if isinstance(inputs, Refusal):
         return inputs
-    if refusal := _refusal(norm, quantise):
+    if (refusal := _refusal(norm, quantise)) is not None:
         return refusal
     ones = rows_of_ones(x1, inputs.order)
-    if isinstance(ones, str):
-        return Declined(ones)
+    if isinstance(ones, Refusal):
+        return ones
     count, columns = inputs.rows.count, inputs.rows.columns
     # A known scale costs each column registers of its own: more threads have fewer columns each.
     few, many = 16 if quantise is NOT else 8, 32 if quantise.static is None else 8
@@ -296,16 +297,18 @@ def _plan(norm: Norm, quantise: Quantise) -> NormPlan | Declined:
     return NormPlan((blocks_of(count, tile.rows),), integers, constants, inputs.order, y_dtype, numbers)
 
 
-def run(norm: Norm | Declined, *names: str, quantise: Quantise = NOT) -> Any:
+def run(norm: Norm | Refusal, *names: str, quantise: Quantise = NOT) -> Any:
     """The results of these names, as a tuple, or why there are none."""
-    if isinstance(norm, Declined):
+    if isinstance(norm, Refusal):
         return norm
     x1, x2, weight, eps, offset, cast_first, beta, after = norm
     dynamic, static, smooth, scale, zero_point = quantise
     tensors = signature(x1, x2, weight, beta, smooth, scale, zero_point)
     key = tensors, offset != 0, cast_first, after, dynamic, static
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan(norm, quantise))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, _plan(norm, quantise))
+    if isinstance(plan, Refusal):
         return plan
     order, quantised_to = plan.order, dynamic or static
     made = {  # in the order of the kernel's arguments
@@ -333,11 +336,11 @@ def rms_norm(call: Arguments) -> Any:
 
 def rms_norm_add(call: Arguments) -> Any:
     if norm_dtype(call.x, call.weight, call.cast_before_weight) != call.x.dtype:
-        return Declined("the norm has another type than x and the residual")
+        return Refusal("the norm has another type than x and the residual")
     if memory_order(call.x) != memory_order(call.residual):
-        return Declined("the rows of x and of the residual are in another order in memory")
+        return Refusal("the rows of x and of the residual are in another order in memory")
     done = run(norm_of(call)._replace(x2=call.residual, after=True), "y")
-    return done if isinstance(done, Declined) else done[0]
+    return done if isinstance(done, Refusal) else done[0]
 
 
 def add_rms_norm(call: Arguments) -> Any:
@@ -348,15 +351,15 @@ def add_rms_norm_cast(call: Arguments) -> Any:
     return run(norm_of(call), "y32", "y", "rstd", "total")
 
 
-def _over_gamma(x1: Tensor, x2: Tensor | None, gamma: Tensor, epsilon: float) -> Norm | Declined:
+def _over_gamma(x1: Tensor, x2: Tensor | None, gamma: Tensor, epsilon: float) -> Norm | Refusal:
     """torch_npu's norm: trailing dimensions that gamma covers become one."""
     if gamma.dim() == 1:
         return Norm(x1, x2, gamma, epsilon)
     if gamma.dim() == 0 or gamma.shape != x1.shape[x1.dim() - gamma.dim() :]:
-        return Declined("gamma does not have the trailing shape of x")
+        return Refusal("gamma does not have the trailing shape of x")
     tensors = x1, gamma, *(() if x2 is None else (x2,))
     if not all(t.is_contiguous() for t in tensors):
-        return Declined("a norm over several dimensions of a tensor that is not contiguous")
+        return Refusal("a norm over several dimensions of a tensor that is not contiguous")
     first = x1.dim() - gamma.dim()
     return Norm(x1.flatten(first), None if x2 is None else x2.flatten(first), gamma.flatten(), epsilon)
 
@@ -376,26 +379,26 @@ def npu_add_rms_norm_cast(call: Arguments) -> Any:
 def _npu_norm(x1: Tensor, x2: Tensor | None, call: Arguments, *names: str) -> Any:
     gamma = call.gamma
     done = run(_over_gamma(x1, x2, gamma, call.epsilon), *names)
-    if isinstance(done, Declined) or gamma.dim() == 1:
+    if isinstance(done, Refusal) or gamma.dim() == 1:
         return done
     narrow = (*x1.shape[: x1.dim() - gamma.dim()], *(1 for _ in gamma.shape))
     return tuple(t.view(narrow if name == "rstd" else x1.shape) for name, t in zip(names, done, strict=True))
 
 
-def _dynamic(norm: Norm, smooth: Tensor | None, options: Dynamic | Declined, *names: str) -> Any:
+def _dynamic(norm: Norm, smooth: Tensor | None, options: Dynamic | Refusal, *names: str) -> Any:
     """The quantised norm, its scale, and the results of these names."""
-    if isinstance(options, Declined):
+    if isinstance(options, Refusal):
         return options
     done = run(norm, "q", "scale", *names, quantise=Quantise(dynamic=options, smooth=smooth))
-    if isinstance(done, Declined) or options.keepdim:
+    if isinstance(done, Refusal) or options.keepdim:
         return done
     q, scale, *rest = done
     return q, scale.squeeze(-1), *rest
 
 
-def _static(norm: Norm, scale: Tensor, zero_point: Tensor | None, options: Static | Declined, *names: str) -> Any:
+def _static(norm: Norm, scale: Tensor, zero_point: Tensor | None, options: Static | Refusal, *names: str) -> Any:
     """The quantised norm, and the results of these names."""
-    if isinstance(options, Declined):
+    if isinstance(options, Refusal):
         return options
     return run(norm, "q", *names, quantise=Quantise(static=options, scale=scale, zero_point=zero_point))
 
@@ -410,7 +413,7 @@ def add_rms_norm_dynamic_quant(call: Arguments) -> Any:
 
 def rms_norm_static_quant(call: Arguments) -> Any:
     done = _static(norm_of(call), call.scale, call.zero_point, static_of(call, call.x))
-    return done if isinstance(done, Declined) else done[0]
+    return done if isinstance(done, Refusal) else done[0]
 
 
 def add_rms_norm_static_quant(call: Arguments) -> Any:
@@ -420,34 +423,34 @@ def add_rms_norm_static_quant(call: Arguments) -> Any:
 def npu_add_rms_norm_quant(call: Arguments) -> Any:
     x1, scales = call.x1, call.scales1
     if call.axis not in (-1, x1.dim() - 1):
-        return Declined("scales along a dimension other than the last")
+        return Refusal("scales along a dimension other than the last")
     mode = "divide" if call.div_mode else "multiply"
     columns = x1.shape[-1] if x1.dim() else 0
     options = static_options(scales, call.zero_points1, columns, mode=mode, zero_point_before_round=True)
     norm = Norm(x1, call.x2, call.gamma, call.epsilon, beta=call.beta)
     two = call.scales2 is not None
     done = _static(norm, scales, call.zero_points1, options, "total", *(["y"] if two else []))
-    if isinstance(done, Declined):
+    if isinstance(done, Refusal):
         return done
     if not two:
         return done[0], x1.new_empty(0, dtype=torch.int8), done[1]
     q, total, y = done
     second = npu_static(y, call.scales2, call.zero_points2, 1, call.axis, call.div_mode)
-    return second if isinstance(second, Declined) else (q, second, total)
+    return second if isinstance(second, Refusal) else (q, second, total)
 
 
 def npu_add_rms_norm_dynamic_quant(call: Arguments) -> Any:
     first, second = wants(call.output_mask, call.smooth_scale2)
     if not first:
-        return Declined("the first quantised result is not wanted")
+        return Refusal("the first quantised result is not wanted")
     options = dynamic_options(keepdim=False, zero_is_zero=True)
     norm = Norm(call.x1, call.x2, call.gamma, call.epsilon, beta=call.beta)
     done = _dynamic(norm, call.smooth_scale1, options, "total", *(["y"] if second else []))
-    if isinstance(done, Declined):
+    if isinstance(done, Refusal):
         return done
     if not second:
         q, scale, total = done
         return q, total.new_empty(0, dtype=torch.int8), total, scale, total.new_empty(0, dtype=torch.float32)
     q, scale, total, y = done
     again = npu_dynamic(y, call.smooth_scale2)
-    return again if isinstance(again, Declined) else (q, again[0], total, scale, again[1])
+    return again if isinstance(again, Refusal) else (q, again[0], total, scale, again[1])

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import AS_WRITTEN, TRITON_TYPES, pdl_wait, rounded
-from graphex.kernels.launch import LaunchPlan, seen
+from graphex.kernels.compiled import seen
+from graphex.kernels.launch import LaunchPlan
 from graphex.kernels.layout import (
     FEW_ELEMENTS,
     FLOATS,
@@ -30,7 +32,7 @@ from graphex.kernels.layout import (
     signature,
     warps_for,
 )
-from graphex.ops.definition import Arguments, Declined
+from graphex.ops.definition import Arguments
 
 
 @triton.jit
@@ -292,19 +294,19 @@ def _dims(x: Tensor, angles: Tensor, token: int | None = None, head: int | None 
     return Dims(free[0] if free else None, token, head)
 
 
-def _refusal(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Declined | None:
+def _refusal(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Refusal | None:
     if x.dtype not in FLOATS or cos.dtype not in FLOATS or sin.dtype != cos.dtype:
-        return Declined("x, cos and sin are not float16, bfloat16 or float32")
+        return Refusal("x, cos and sin are not float16, bfloat16 or float32")
     if x.device != cos.device or x.device != sin.device:
-        return Declined("x, cos and sin are on different devices")
+        return Refusal("x, cos and sin are on different devices")
     if not 0 < x.dim() <= 4:
-        return Declined("x has no dimension, or more than four")
+        return Refusal("x has no dimension, or more than four")
     if x.stride(-1) != 1 or cos.stride(-1) != 1 or sin.stride() != cos.stride() or sin.shape != cos.shape:
-        return Declined("rows are not adjacent elements, or cos and sin are laid out differently")
+        return Refusal("rows are not adjacent elements, or cos and sin are laid out differently")
     width = x.shape[-1]
     allowed = (width, width // 2) if mode == "deinterleave" else (width,)
     if width == 0 or width % 2 or cos.shape[-1] not in allowed:
-        return Declined("the last dimensions of x and cos do not fit")
+        return Refusal("the last dimensions of x and cos do not fit")
     return None
 
 
@@ -324,96 +326,98 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RotaryPlan(LaunchPlan):
-    """Results are laid out in an order of dimensions, or contiguous (None)."""
+    """A launch, with the type of its results and their order of dimensions in memory (None: contiguous)."""
 
     dtype: torch.dtype
     q_order: tuple[int, ...] | None
     k_order: tuple[int, ...] | None
 
 
-_PLANS: dict[Any, RotaryPlan | Declined] = {}
+_PLANS: dict[Any, RotaryPlan | Refusal] = {}
 
 
-def _order(x: Tensor | None, mode: str) -> tuple[int, ...] | str | None:
+def _order(x: Tensor | None, mode: str) -> tuple[int, ...] | Refusal | None:
     """How a rotated tensor is laid out: the de-interleaving form ends in a concatenation, which is contiguous."""
     return None if x is None or mode == "deinterleave" else order_of(x)
 
 
-def _cache_refusal(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor, dim: int) -> Declined | None:
+def _cache_refusal(x: Tensor, dtype: torch.dtype, cache: Tensor, positions: Tensor, dim: int) -> Refusal | None:
     if cache.dtype != dtype or cache.device != x.device or cache.dim() != x.dim() or cache.stride(-1) != 1:
-        return Declined("the cache differs in type, device or rank from what is written, or its rows are not adjacent")
+        return Refusal("the cache differs in type, device or rank from what is written, or its rows are not adjacent")
     if positions.dim() != 1 or positions.shape[0] != x.shape[dim] or not positions.is_contiguous():
-        return Declined("positions are not a contiguous vector over the tokens")
+        return Refusal("positions are not a contiguous vector over the tokens")
     if positions.device != x.device or positions.dtype not in (torch.int64, torch.int32):
-        return Declined("positions are of another type or on another device")
+        return Refusal("positions are of another type or on another device")
     if any(x.shape[d] != cache.shape[d] for d in range(x.dim()) if d != dim):
-        return Declined("the cache has other sizes than what is written")
+        return Refusal("the cache has other sizes than what is written")
     return None
 
 
-def _write_refusal(job: Job, dtype: torch.dtype) -> Declined | None:
+def _write_refusal(job: Job, dtype: torch.dtype) -> Refusal | None:
     """Why the caches of a job cannot be written."""
     k, v, keys, values = job.k, job.v, job.keys, job.values
     if keys is None or k is None or job.positions is None or job.dim is None:
         return None
     if job.dim == k.dim() - 1:
-        return Declined("the cache is written along its last dimension")
-    if refusal := _cache_refusal(k, dtype, keys, job.positions, job.dim):
+        return Refusal("the cache is written along its last dimension")
+    if (refusal := _cache_refusal(k, dtype, keys, job.positions, job.dim)) is not None:
         return refusal
     if v is None or values is None:
         return None
     if v.shape[:-1] != k.shape[:-1] or v.device != k.device or v.stride(-1) != 1 or v.shape[-1] == 0:
-        return Declined("key and value differ in more than their last dimension, or the value's rows are not adjacent")
+        return Refusal("key and value differ in more than their last dimension, or the value's rows are not adjacent")
     if keys.shape[job.dim] != values.shape[job.dim]:
-        return Declined("the caches differ in length")
+        return Refusal("the caches differ in length")
     return _cache_refusal(v, v.dtype, values, job.positions, job.dim)
 
 
-def plan_for(job: Job, mode: str) -> RotaryPlan | Declined:
+def plan_for(job: Job, mode: str) -> RotaryPlan | Refusal:
     """How to launch the kernel on such tensors, or why it cannot be."""
     rotated = [x for x in (job.q, job.k) if x is not None]
     lead = rotated[0]
     for x in rotated:
-        if refusal := _refusal(x, job.cos, job.sin, mode):
+        if (refusal := _refusal(x, job.cos, job.sin, mode)) is not None:
             return refusal
     angles = broadcast(job.cos, lead)
     if angles is None or any(broadcast(job.cos, x) is None for x in rotated):
-        return Declined("cos does not broadcast to x")
+        return Refusal("cos does not broadcast to x")
     other = rotated[-1]
     if other.dim() != lead.dim() or other.dtype != lead.dtype or other.device != lead.device:
-        return Declined("query and key differ in type, device or rank")
+        return Refusal("query and key differ in type, device or rank")
     differing = [d for d in range(lead.dim()) if lead.shape[d] != other.shape[d]]
     if len(differing) > 1 or (differing and (differing[0] == job.dim or angles.stride(differing[0]) != 0)):
-        return Declined("query and key differ in more than their heads")
+        return Refusal("query and key differ in more than their heads")
     if len(rotated) == 2 and not (lead.numel() and other.numel()):
-        return Declined("query or key is empty")
+        return Refusal("query or key is empty")
     dtype = torch.promote_types(lead.dtype, job.cos.dtype)
-    if refusal := _write_refusal(job, dtype):
+    if (refusal := _write_refusal(job, dtype)) is not None:
         return refusal
     q_order, k_order = _order(job.q, mode), _order(job.k if job.keys is None else None, mode)
     for order in (q_order, k_order):
-        if isinstance(order, str):
-            return Declined(order)
-    assert not isinstance(q_order, str)
-    assert not isinstance(k_order, str)
+        if isinstance(order, Refusal):
+            return order
+    assert not isinstance(q_order, Refusal)
+    assert not isinstance(k_order, Refusal)
     dims = _dims(lead, angles, job.dim, differing[0] if differing else None)
     plan = _tiled(job, dims, angles, dtype, q_order, k_order, mode)
-    return plan if plan.grid[1] <= MOST_BLOCKS else Declined("more heads share their angles than a grid has blocks")
+    return plan if plan.grid[1] <= MOST_BLOCKS else Refusal("more heads share their angles than a grid has blocks")
 
 
-class Tile(NamedTuple):
+class HeadTile(NamedTuple):
+    """The part of a launch that a program rotates: `groups` of `heads` heads, of `tokens` tokens."""
+
     groups: int
     tokens: int
     heads: int
     warps: int
 
 
-def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> Tile:
+def _tile(tokens: int, heads: int, pairs: int, many: bool, shared: bool) -> HeadTile:
     """The tile of a program. Several groups of heads where there is much to do and heads share their angles."""
     together = min(next_power_of_2(heads), 8)
     groups = max(1, min(4, next_power_of_2(heads) // together)) if many and shared else 1
     at_once = max(1, min(next_power_of_2(tokens), 1024 // (together * 2 * pairs)))
-    return Tile(groups, at_once, together, warps_for(at_once * together * pairs, 8 if many else 4))
+    return HeadTile(groups, at_once, together, warps_for(at_once * together * pairs, 8 if many else 4))
 
 
 def _tiled(
@@ -487,15 +491,17 @@ def shares_memory(job: Job) -> bool:
     return job.keys is not None and job.values is not None and job.keys.data_ptr() == job.values.data_ptr()
 
 
-def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declined:
+def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Refusal:
     """Run the kernel: the rotated query, and the rotated key where it goes to no cache."""
     q, k, v, cos, sin, keys, values, positions, dim = job
     key = signature(q, k, v, cos, sin, keys, values, positions), dim, mode
-    plan = _PLANS.get(key) or remember(_PLANS, key, plan_for(job, mode))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, plan_for(job, mode))
+    if isinstance(plan, Refusal):
         return plan
     if keys is not None and seen() is None and shares_memory(job):
-        return Declined("a cache shares its memory with what is read")
+        return Refusal("a cache shares its memory with what is read")
     q_out = None if q is None else _allocate(q, plan.q_order, plan.dtype)
     k_out = keys if keys is not None or k is None else _allocate(k, plan.k_order, plan.dtype)
     plan.launch(rotary_kernel, (q, k, v, cos, sin, q_out, k_out, values, positions), cos)
@@ -504,7 +510,7 @@ def _launch(job: Job, mode: str) -> tuple[Tensor | None, Tensor | None] | Declin
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Any:
     done = _launch(Job(x, None, None, cos, sin), mode)
-    return done if isinstance(done, Declined) else done[0]
+    return done if isinstance(done, Refusal) else done[0]
 
 
 def rotary(call: Arguments) -> Any:
@@ -513,7 +519,7 @@ def rotary(call: Arguments) -> Any:
 
 def npu_rotary_mul(call: Arguments) -> Any:
     if call.rotary_mode not in ("half", "interleave"):
-        return Declined(f"rotary_mode '{call.rotary_mode}'")
+        return Refusal(f"rotary_mode '{call.rotary_mode}'")
     return _rotated(call.self, call.r1, call.r2, call.rotary_mode)
 
 
@@ -523,16 +529,16 @@ def rotary_qk(call: Arguments) -> Any:
 
 def rotary_write_(call: Arguments) -> Any:
     if call.x.dim() == 0:
-        return Declined("x has no dimension")
+        return Refusal("x has no dimension")
     dim = call.dim % call.x.dim()
     job = Job(None, call.x, None, call.cos, call.sin, keys=call.cache, positions=call.positions, dim=dim)
     done = _launch(job, MODES[call.interleaved])
-    return done if isinstance(done, Declined) else None
+    return done if isinstance(done, Refusal) else None
 
 
 def rotary_qkv_write_(call: Arguments) -> Any:
     tensors = call.q, call.k, call.v, call.cos, call.sin, call.key_cache, call.value_cache, call.positions
     if call.k.dim() == 0:
-        return Declined("the key has no dimension")
+        return Refusal("the key has no dimension")
     done = _launch(Job(*tensors, call.dim % call.k.dim()), MODES[call.interleaved])
-    return done if isinstance(done, Declined) else done[0]
+    return done if isinstance(done, Refusal) else done[0]

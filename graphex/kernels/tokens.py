@@ -23,7 +23,6 @@ Tiles at the ends of rows, one in a hundred, are stored element by element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,11 +33,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from graphex.errors import Refusal
 from graphex.kernels.arithmetic import PTX, ordered, pdl_launch, pdl_wait
-from graphex.kernels.launch import LIBRARY, LaunchPlan, Scratch, Start, is_aligned, launch, run_job
-from graphex.kernels.layout import FLOATS, Tile, block_of, blocks_of, remember, rows_of, signature
-from graphex.kernels.tuning import choose, is_settled
-from graphex.ops.definition import Arguments, Declined
+from graphex.kernels.launch import (
+    LIBRARY,
+    JobConfig,
+    LaunchPlan,
+    PreparedJob,
+    Scratch,
+    Start,
+    is_aligned,
+    launch,
+    run_job,
+)
+from graphex.kernels.layout import FLOATS, RowTile, block_of, blocks_of, remember, rows_of, signature
+from graphex.ops.definition import Arguments
 from graphex.ops.tokens import (
     ALIGNED,
     COPIED,
@@ -93,12 +102,12 @@ class ShapedPlan(LaunchPlan):
     shape: tuple[int, ...]  # of the result
 
 
-_PLANS: dict[Any, ShapedPlan | Declined] = {}
+_PLANS: dict[Any, ShapedPlan | Refusal] = {}
 
 
-def _plan(weight: Tensor, indices: Tensor) -> ShapedPlan | Declined:
-    if reason := _why_not(weight, indices):
-        return Declined(reason)
+def _plan(weight: Tensor, indices: Tensor) -> ShapedPlan | Refusal:
+    if (refusal := _refusal(weight, indices)) is not None:
+        return refusal
     rows, columns = weight.shape
     tile = _tile(columns, weight.dtype.itemsize)
     grid = blocks_of(columns, tile.columns), indices.numel()
@@ -107,28 +116,28 @@ def _plan(weight: Tensor, indices: Tensor) -> ShapedPlan | Declined:
     return ShapedPlan(grid, integers, constants, (*indices.shape, columns))
 
 
-def _tile(columns: int, itemsize: int) -> Tile:
-    """A thread copies as much as it can at once."""
+def _tile(columns: int, itemsize: int) -> RowTile:
+    """The tile of a program, in which each thread copies as much as it can at once."""
     of_a_warp = 32 * BYTES_OF_A_THREAD // itemsize
     block = min(block_of(columns), MOST_WARPS * of_a_warp)
-    return Tile(1, block, max(1, block // of_a_warp))
+    return RowTile(1, block, max(1, block // of_a_warp))
 
 
-def _why_not(weight: Tensor, indices: Tensor) -> str:
-    """Why the kernel does not take such arguments. Empty: it does."""
+def _refusal(weight: Tensor, indices: Tensor) -> Refusal | None:
+    """Why the kernel does not take such arguments."""
     if torch.version.hip is not None:
-        return "nothing would stop at an index outside of the table"
+        return Refusal("nothing would stop at an index outside of the table")
     if weight.device != indices.device:
-        return "the table and the indices are on different devices"
+        return Refusal("the table and the indices are on different devices")
     if weight.dtype not in COPIED or indices.dtype not in INDICES:
-        return f"the table is {weight.dtype}, the indices are {indices.dtype}"
+        return Refusal(f"the table is {weight.dtype}, the indices are {indices.dtype}")
     if weight.dim() != 2 or not weight.numel():
-        return "there is no row"
+        return Refusal("there is no row")
     if weight.shape[1] > 1 and weight.stride(1) != 1:
-        return "the elements of a row are not adjacent"
+        return Refusal("the elements of a row are not adjacent")
     if indices.numel() > MOST_INDICES:
-        return f"more than {MOST_INDICES} indices"
-    return ""
+        return Refusal(f"more than {MOST_INDICES} indices")
+    return None
 
 
 def _flat(indices: Tensor) -> Tensor:
@@ -138,8 +147,10 @@ def _flat(indices: Tensor) -> Tensor:
 def embedding(call: Arguments) -> Any:
     weight, indices = call
     key = signature(weight, indices)
-    plan = _PLANS.get(key) or remember(_PLANS, key, _plan(weight, indices))
-    if isinstance(plan, Declined):
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = remember(_PLANS, key, _plan(weight, indices))
+    if isinstance(plan, Refusal):
         return plan
     out = weight.new_empty(plan.shape)
     plan.launch(embedding_kernel, (weight, _flat(indices), out), weight)
@@ -164,7 +175,7 @@ def copy_rows(target: Tensor, source: Tensor) -> bool:
     if source.dtype not in FLOATS or source.dim() == 0:
         return False
     read, written = rows_of(source), rows_of(target)
-    if isinstance(read, str) or isinstance(written, str) or read.inner is not None or written.inner is not None:
+    if isinstance(read, Refusal) or isinstance(written, Refusal) or read.inner is not None or written.inner is not None:
         return False
     blocks = blocks_of(read.columns, COPIED_COLUMNS)
     if read.count * blocks >= 2**31:
@@ -224,23 +235,24 @@ class OddTile:
     def name(self) -> str:
         return f"{self.columns} {self.warps}w {self.stages}s"
 
-    def prepare(self, job: Product) -> Callable[..., Tensor]:
+    def prepare(self, job: Product) -> PreparedJob[Product, Tensor]:
         return partial(_tiled, tile=self)
 
 
 @dataclass(frozen=True, slots=True)
 class InParts:
-    """The library's products of the even columns and of the others, in rows with gaps; a copy closes these."""
+    """The library's products of the aligned columns and of the others, into padded rows; a copy removes the padding."""
 
     name: str = LIBRARY
 
-    def prepare(self, job: Product) -> Callable[..., Tensor]:
+    def prepare(self, job: Product) -> PreparedJob[Product, Tensor]:
         return _in_parts
 
 
 Product = tuple[Tensor, Tensor]
+ProductConfig = JobConfig[Product, Tensor]
 ODD_TILES = (OddTile(256, 8, 3), OddTile(256, 8, 4), OddTile(128, 4, 3), OddTile(128, 8, 3))
-_PRODUCTS: dict[Any, Callable[..., Tensor] | Declined] = {}
+_PRODUCTS: dict[Any, PreparedJob[Product, Tensor] | Refusal] = {}
 
 
 def _tiled(job: Product, start: Start = launch, *, tile: OddTile) -> Tensor:
@@ -273,34 +285,33 @@ def _in_parts(job: Product, start: Start = launch) -> Tensor:
 
 
 class _OneProduct(Scratch[Product]):
+    """Measures on the product alone: it reads and writes more than a cache holds."""
+
     def jobs(self, job: Product) -> list[Product]:
-        return [job]  # what it reads and writes is more than a cache holds
+        return [job]
 
 
 def _prepared(job: Product) -> tuple[Any, bool]:
     x, w = job
-    if reason := _why_not_tiled(x, w):
-        return (InParts().prepare(job) if x.is_cuda else Declined(reason)), True
+    if (refusal := _refusal_of_tiles(x, w)) is not None:
+        return (InParts().prepare(job) if x.is_cuda else refusal), True
     text = f"{str(x.dtype).removeprefix('torch.')} {x.shape[0]}x{x.shape[1]} -> {w.shape[1]}"
-    configs = (InParts(), *ODD_TILES) if x.is_cuda else ODD_TILES
-    scratch = _OneProduct(job)
-    found = {config.name: scratch.candidate(config) for config in configs}
-    chosen = choose("odd_mm", text, list(found.values()), found[ODD_TILES[0].name])
-    (config,) = (config for config in configs if config.name == chosen.name)
-    return config.prepare(job), is_settled("odd_mm", text)
+    configs: tuple[ProductConfig, ...] = (InParts(), *ODD_TILES) if x.is_cuda else ODD_TILES
+    config, is_final = _OneProduct(job).fastest("odd_mm", text, configs, ODD_TILES[0].name)
+    return config.prepare(job), is_final
 
 
-def _why_not_tiled(x: Tensor, w: Tensor) -> str:
+def _refusal_of_tiles(x: Tensor, w: Tensor) -> Refusal | None:
     (rows, depth), width = x.shape, w.shape[1]
     if x.is_cuda and not has_odd_products(x.device):
-        return "the kernel is for Hopper GPUs"
+        return Refusal("the kernel is for Hopper GPUs")
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype or w.device != x.device:
-        return "the matrices are not both float16 or bfloat16, on one device"
+        return Refusal("the matrices are not both float16 or bfloat16, on one device")
     if x.stride() != (depth, 1) or w.stride() != (1, depth) or not (is_aligned(x) and is_aligned(w)):
-        return "the rows of x or the columns of w do not follow each other in aligned memory"
+        return Refusal("the rows of x or the columns of w do not follow each other in aligned memory")
     if not tile_height(rows, depth, width) or width < ODD_TILES[0].columns:
-        return "too much of its tiles would be left over"
-    return ""
+        return Refusal("too much of its tiles would be left over")
+    return None
 
 
 def odd_mm(call: Arguments) -> Any:
@@ -405,11 +416,11 @@ def append_kernel(
 def argmax(call: Arguments) -> Any:
     (scores,) = call
     if scores.dim() != 2 or scores.dtype not in FLOATS or not scores.numel() or scores.stride(1) != 1:
-        return Declined("the scores are no rows of adjacent floating-point numbers")
+        return Refusal("the scores are no rows of adjacent floating-point numbers")
     rows, columns = scores.shape
     blocks = blocks_of(columns, BLOCK)
     if blocks > MOST_BLOCKS or rows > 65535:
-        return Declined(f"{rows} rows of {columns} scores")
+        return Refusal(f"{rows} rows of {columns} scores")
     best = torch.empty((rows, blocks), dtype=torch.int64, device=scores.device)
     out = torch.empty(rows, dtype=torch.int64, device=scores.device)
     first = LaunchPlan((blocks, rows), (columns, scores.stride(0)), {"BLOCK": BLOCK, "num_warps": 4})
@@ -424,16 +435,16 @@ def append_tokens_(call: Arguments) -> Any:
     sequences = chosen.shape[0]
     numbers = [each for each in (chosen, tokens, token, length, place, position, pad, ends) if each is not None]
     if any(each.dtype != torch.int64 or each.device != chosen.device for each in numbers):
-        return Declined("not all numbers are 64-bit integers on one device")
+        return Refusal("not all numbers are 64-bit integers on one device")
     if unfinished.dtype != torch.bool or done.dtype != torch.bool:
-        return Declined("what is finished is no boolean")
+        return Refusal("what is finished is no boolean")
     if not 0 < sequences <= MOST_TOKENS or any(_count(each) > MOST_TOKENS for each in (position, ends)):
-        return Declined(f"{sequences} sequences, or more than {MOST_TOKENS} positions or last tokens")
+        return Refusal(f"{sequences} sequences, or more than {MOST_TOKENS} positions or last tokens")
     flat = (each for each in (chosen, token, unfinished, position, ends) if each is not None)
     if not all(each.is_contiguous() for each in flat) or tokens.stride(1) != 1 or _count(pad) > 1:
-        return Declined("the tensors are not contiguous")
+        return Refusal("the tensors are not contiguous")
     if report is not None and not _takes(report, chosen):
-        return Declined("the report has no rows of 64-bit integers that the device can write")
+        return Refusal("the report has no rows of 64-bit integers that the device can write")
     rows = 1 if report is None else report.shape[0]
     sizes = (sequences, tokens.shape[1], _count(position), _count(ends), tokens.stride(0), rows)
     constants = {"BATCH": block_of(sequences), "POSITIONS": block_of(_count(position)), "ENDS": block_of(_count(ends))}

@@ -15,8 +15,7 @@ The store is one JSON file for each device, torch, Triton and state of the kerne
     $GRAPHEX_CACHE_DIR or ~/.cache/graphex
         tuning/nvidia-h200-5f1c0a52e2c1.json        {"device": ..., "choices": {kind: {signature: {"name", "us"}}}}
 
-Processes may share it: a choice is added under a lock to what the file says then, and the file is replaced as a whole.
-A file that cannot be read, or that another user may have written, is as good as none, and is said once.
+Processes may share it (`env.ChoiceFile`).
 
 `tuned/` has the choices that come with graphex, one file for each device they were measured on, in the same form. A
 choice names a candidate; one that no longer exists is measured anew. `benchmarks/ship_tiles.py` writes such a file.
@@ -25,21 +24,18 @@ choice names a candidate; one that no longer exists is measured anew. `benchmark
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from graphex import env
-from graphex.env import DIRECTORY, Folder, cache_directory, open_folder
+from graphex.env import ChoiceFile, Choices, choices_in, name_in_files
 from graphex.errors import warn_user
 
 if TYPE_CHECKING:
@@ -77,16 +73,16 @@ class Choice:
 
 
 class Busy(Exception):  # noqa: N818  (nothing went wrong)
-    """Another thread captures: nothing can be measured now."""
+    """Raised where nothing can be measured now, because another thread captures."""
 
 
 Measure = Callable[[Sequence[Candidate]], dict[str, float]]
 
 
 class Tuner:
-    """The choices for one device. `measure` gives seconds by name, nothing for what cannot run here."""
+    """The choices for one device. `measure` gives seconds by name, without the candidates that cannot run here."""
 
-    def __init__(self, store: Store, shipped: Choices, measure: Measure) -> None:
+    def __init__(self, store: ChoiceFile, shipped: Choices, measure: Measure) -> None:
         self._store, self._shipped, self._measure = store, shipped, measure
         self._stored: Choices | None = None
         self._known: dict[tuple[str, str], Choice] = {}
@@ -162,7 +158,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
 
     Where kernels are only compiled, so are those of all candidates that will be measured.
     """
-    from graphex.kernels.launch import seen
+    from graphex.kernels.compiled import seen  # it imports Triton
 
     tuner = _tuner() if torch.cuda.is_available() else None
     chosen, only_compiled = default, seen()
@@ -188,7 +184,7 @@ def choose(kind: str, signature: str, candidates: Sequence[Candidate], default: 
 
 
 def is_settled(kind: str, signature: str) -> bool:
-    """Whether `choose` will say the same again: not after a default that was taken because a graph was captured."""
+    """Whether the choice is final. It is not if `choose` took the default because a capture kept it from measuring."""
     return _is_off() or not torch.cuda.is_available() or _tuner().is_settled(kind, signature)
 
 
@@ -208,7 +204,7 @@ def measured() -> int:
 
 
 def forget() -> None:
-    """Look everything up again, as a new process does."""
+    """Look everything up again, as a new process does. For tests and benchmarks."""
     _tuners.clear()
     _defaults.clear()
 
@@ -221,11 +217,11 @@ def _tuner() -> Tuner:
     index = torch.cuda.current_device()
     if index not in _tuners:
         name = torch.cuda.get_device_name(index)
-        _tuners.setdefault(index, Tuner(Store(conditions(name)), shipped(name), seconds_on_device))
+        _tuners.setdefault(index, Tuner(ChoiceFile(conditions(name)), shipped(name), seconds_on_device))
     return _tuners[index]
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def cold_copies(bytes_read: int) -> int:
@@ -236,14 +232,14 @@ def cold_copies(bytes_read: int) -> int:
 
 def compile_all(candidates: Sequence[Candidate]) -> None:
     """Compile the kernels of all candidates beside each other."""
-    from graphex.kernels.compiled import compiling_in_threads
+    from graphex.kernels.compiled import compiling_in_threads  # it imports Triton
 
     with compiling_in_threads():
         _compile_each(candidates)
 
 
 def _compile_each(candidates: Sequence[Candidate]) -> None:
-    """One that does not compile says so when it runs."""
+    """Compile the kernels of the candidates. One that does not compile says so when it runs."""
     for candidate in candidates:
         if candidate.compile is None:
             continue
@@ -295,10 +291,11 @@ def _seconds_on(device: CudaDevice, candidates: Sequence[Candidate]) -> dict[str
 
 
 def _say_why_not(candidate: Candidate, error: Exception) -> None:
-    """A tile that the device has no room for is no candidate there; anything else should be known."""
-    if type(error).__name__ != "OutOfResources":
-        text = f"graphex: '{candidate.name}' was not measured: {type(error).__name__}: {error}"
-        warn_user(text)
+    """Warn that a candidate failed, unless the device has no room for its tile, which is expected."""
+    from triton.runtime.errors import OutOfResources
+
+    if not isinstance(error, OutOfResources):
+        warn_user(f"graphex: '{candidate.name}' was not measured: {type(error).__name__}: {error}")
 
 
 def _repeat(run: Callable[[], object], times: int) -> None:
@@ -306,18 +303,15 @@ def _repeat(run: Callable[[], object], times: int) -> None:
         run()
 
 
-# -- choices on disk ---------------------------------------------------------------------------------------------------
+# -- what a choice depends on ------------------------------------------------------------------------------------------
 
-
-Choices = dict[str, dict[str, dict[str, Any]]]
 
 SHIPPED = Path(__file__).with_name("tuned")
-_LONGEST = 1e12  # microseconds
 
 
 @cache
 def sources() -> str:
-    """A hash of the kernels that are measured: another kernel may have another best tile."""
+    """A hash of the sources of the kernels that are measured: another kernel may have another best tile."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem.endswith("_kernel") or path.stem == "arithmetic":
@@ -334,105 +328,5 @@ def conditions(device: str) -> dict[str, str]:
 
 def shipped(device: str) -> Choices:
     """The choices that come with graphex for a device."""
-    path = SHIPPED / f"{file_name(device)}.json"
-    return parsed(path.read_text())[1] if path.exists() else {}
-
-
-def file_name(device: str) -> str:
-    """`NVIDIA H200` -> `nvidia-h200`"""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-class Store:
-    """The choices of one file."""
-
-    def __init__(
-        self,
-        conditions: Mapping[str, str],
-        directory: Path | None = None,
-        *,
-        folder: str = "tuning",
-        what: str = "measured choices",
-        again: str = "measured",
-    ) -> None:
-        self.conditions = dict(conditions)
-        digest = hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()[:12]
-        self.name = f"{file_name(self.conditions['device'])}-{digest}.json"
-        self._directory, self._in = directory, folder
-        self._what, self._again = what, again
-        self._has_warned = False
-
-    @property
-    def path(self) -> Path:
-        return (self._directory or cache_directory() / self._in) / self.name
-
-    def read(self) -> Choices:
-        try:
-            with self._folder() as folder:
-                return self._read(folder)
-        except OSError as error:
-            self._warn(f"{self._what} cannot be looked up ({error}); set {DIRECTORY}")
-            return {}
-
-    def add(self, kind: str, signature: str, entry: dict[str, Any]) -> None:
-        self.add_all({kind: {signature: entry}})
-
-    def add_all(self, new: Choices) -> None:
-        try:
-            with self._folder() as folder, folder.lock(f"{self.name}.lock"):
-                choices = self._read(folder)
-                for kind, entries in new.items():
-                    choices.setdefault(kind, {}).update(entries)
-                text = json.dumps({**self.conditions, "choices": choices}, indent=1, sort_keys=True)
-                folder.replace(self.name, text.encode())
-        except OSError as error:
-            self._warn(f"{self._what} cannot be kept ({error}); set {DIRECTORY}")
-
-    def _folder(self) -> AbstractContextManager[Folder]:
-        return open_folder(self._directory) if self._directory else open_folder(cache_directory(), self._in)
-
-    def _read(self, folder: Folder) -> Choices:
-        """The choices in the file; none, with a warning, if it cannot be relied on."""
-        try:
-            found, choices = parsed(folder.read(self.name).decode())
-            if any(found.get(name) != value for name, value in self.conditions.items()):
-                raise ValueError("it was written under other conditions")
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            path = folder.path / self.name
-            self._warn(f"the {self._what} in {path} cannot be read and are {self._again} again: {error}")
-            return {}
-        return choices
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(f"graphex: {text}")
-
-
-def parsed(text: str) -> tuple[dict[str, Any], Choices]:
-    """A file of choices: everything in it, and the choices. Raises ValueError for any other text."""
-    try:
-        found = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is not a file of choices") from error
-    kinds = found.get("choices") if isinstance(found, dict) else None
-    if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
-        raise ValueError("it is not a file of choices")
-    if not all(_is_entry(entry) for kind in kinds.values() for entry in kind.values()):
-        raise ValueError("it is not a file of choices")
-    return found, kinds
-
-
-def _is_entry(entry: object) -> bool:
-    """The name of a candidate, and times of some. What ships with graphex has no times."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        return False
-    times = entry.get("us", {})
-    return isinstance(times, dict) and all(_is_time(time) for time in times.values())
-
-
-def _is_time(time: object) -> bool:
-    """JSON may hold integers beyond all floats, infinity and NaN."""
-    return type(time) in (int, float) and 0 <= time < _LONGEST  # type: ignore[operator]
+    path = SHIPPED / f"{name_in_files(device)}.json"
+    return choices_in(path.read_text())[1] if path.exists() else {}

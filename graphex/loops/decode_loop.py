@@ -24,6 +24,7 @@ from torch import Tensor
 from graphex.device import Device, device_of
 from graphex.errors import CaptureError, InputError
 from graphex.records import Captured, FellBack, Journal
+from graphex.runtime.captured_graph import waiting_for_no_turn
 from graphex.torch_private.symbolic import pytree
 
 AHEAD = 3
@@ -96,7 +97,8 @@ class FixedCall:
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
         try:
             self._pool = self._device.pool()
-            self._replay, self._result = self._device.capture(self._body, self._pool, "thread_local")
+            with waiting_for_no_turn():
+                self._replay, self._result = self._device.capture(self._body, self._pool, "thread_local")
         except CaptureError as error:
             self._failed = True
             self._journal.fall_back(FellBack(self._name, "the loop runs without capture", str(error)))

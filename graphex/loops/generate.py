@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -166,7 +166,14 @@ def _why_no_room(model: Any, cache: Any, positions: int) -> str:
 def _counts_by_mask(model: Any) -> bool:
     """Whether a model that gets no mask makes one, as long as the cache says on the host: OPT and its like."""
     forwards = {getattr(each.forward, "__func__", each.forward) for each in model.modules()}  # one for all of a class
-    return any("past_key_values_length" in inspect.signature(each).parameters for each in forwards)
+    return any("past_key_values_length" in _parameters(each) for each in forwards)
+
+
+def _parameters(function: Any) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # an object that is called in place of a method, and does not say with what
+        return ()
 
 
 def _nothing_masked(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

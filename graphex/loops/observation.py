@@ -23,6 +23,7 @@ and walks only if one differs.
 
 from __future__ import annotations
 
+import dis
 import linecache
 import pickle
 import random
@@ -41,8 +42,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphex.cache.sources import codes_in, names_in
 from graphex.errors import users_frame
+from graphex.ops import SPECS
 from graphex.torch_private.dynamo import DispatchMode
+from graphex.torch_private.frames import COMPILED_CALL
+from graphex.torch_private.graphs import written_in_call
+from graphex.torch_private.memory import storage_key
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
@@ -55,7 +61,7 @@ _DRAWS = frozenset(
         *("aten::bernoulli", "aten::bernoulli_", "aten::exponential_", "aten::multinomial", "aten::native_dropout"),
         *("aten::normal", "aten::normal_", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like"),
         *("aten::randn", "aten::randn_like", "aten::randperm", "aten::uniform", "aten::uniform_"),
-        "graphex::dropout_seeds",
+        *(name for name, spec in SPECS.items() if spec.is_random),
     }
 )
 _SEEDS = "seeds a random generator, or puts its state back"
@@ -268,17 +274,12 @@ def _seeds(kind: str) -> Seeds:
 
 def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes to, as its schema says."""
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(written_in_call(func, args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:
     """A number for the memory of a tensor; for one that is sparse, of its own."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+    return storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
 
 
 def _address(tensor: Tensor) -> int:
@@ -319,7 +320,7 @@ _REMEMBERED = 64  # versions
 _LENGTH = "the length of "
 _END, _ABSENT = object(), object()
 _PARTS = ("._parameters", "._buffers", "._modules")
-_NOT_THE_USERS = ("._compiled_call_impl",)  # set while a step runs
+_NOT_THE_USERS = (f".{COMPILED_CALL}",)  # set while a step runs
 
 Live = Callable[[], Iterable[Any]]
 Source = tuple[Sequence[str], Live]  # names, and the values that they stand for by now
@@ -332,6 +333,7 @@ class Reached:
         self._roots, self._kinds = list(roots), kinds
         self._tokens: dict[int, tuple[Callable[[], Any], int]] = {}
         self._next_token = 0
+        self._codes: list[CodeType] = []
         self._own: frozenset[str] = frozenset()
         self._changed_before: frozenset[str] = frozenset()
         self._versions: dict[Hashable, int] = {}
@@ -374,6 +376,11 @@ class Reached:
             name: value for name, value in self.values.items() if name not in self._own and not name.startswith(grows)
         }
 
+    def line_with(self, name: str) -> str:
+        """The first line of a function that is reached in which an argument, a variable or a key has this name."""
+        places = (place for code in self._codes for place in _places_of(name, code))
+        return _text(next(places, None))
+
     def look_after_run(self) -> str:
         """The name of a value that this run of the step has changed; empty if there is none."""
         before = self.values
@@ -387,7 +394,7 @@ class Reached:
 
     def _walk(self) -> None:
         self.values: dict[str, Hashable] = {}
-        self.things, self._reads = [], []
+        self.things, self._reads, self._codes = [], [], []
         self._version = None
         self._tokens = {place: known for place, known in self._tokens.items() if known[0]() is not None}
         held: list[Any] = []
@@ -405,6 +412,8 @@ class Reached:
             left -= not in_module
             if isinstance(thing, _CONTAINERS):
                 self.values[f"{_LENGTH}{name}"] = len(thing)
+            if isinstance(thing, FunctionType):
+                self._codes.append(thing.__code__)
             for names, read in _sources(name, thing):
                 values = list(read())
                 self._reads.append(read)
@@ -500,7 +509,7 @@ def _sources(name: str, thing: Any) -> Iterator[Source]:
 
 def _of_function(function: FunctionType) -> Iterator[Source]:
     code, known = function.__code__, function.__globals__
-    names = _names(code)
+    names = names_in(code)
     yield code.co_freevars, lambda: [_content(cell) for cell in function.__closure__ or ()]
     yield names, lambda: [known.get(name, _ABSENT) for name in names]
     yield (
@@ -539,9 +548,12 @@ def _content(cell: Any) -> Any:
         return _ABSENT
 
 
-def _names(code: CodeType) -> list[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
+def _places_of(name: str, code: CodeType) -> Iterator[Place]:
+    for inside in codes_in(code):
+        for each in dis.get_instructions(inside):
+            named = inside.co_consts[each.arg or 0] if each.opname == "KW_NAMES" else each.argval
+            if named == name or (isinstance(named, tuple) and name in named):
+                yield inside.co_filename, (each.positions and each.positions.lineno) or inside.co_firstlineno
 
 
 def _is_looked_into(thing: Any, in_module: bool) -> bool:

@@ -30,7 +30,8 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from graphex.loops.decode_loop import compiling
-from graphex.torch_private.dynamo import compiled_version, input_sources, mark_growing, size_guards
+from graphex.torch_private.dynamo import input_sources, mark_growing, size_guards
+from graphex.torch_private.frames import compiled_version
 
 PROCESSORS = "transformers.generation.logits_process"
 CRITERIA = "transformers.generation.stopping_criteria"

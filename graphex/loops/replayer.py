@@ -22,11 +22,11 @@ from torch import Tensor
 
 from graphex.backend import journal
 from graphex.device import device_of, runtimes_in_use
-from graphex.env import why_off
+from graphex.env import progress_to, why_off
 from graphex.errors import InputError
 from graphex.records import Captured, Journal
-from graphex.regions.compiler import progress_to
 from graphex.runtime.program import Ran, warming_up
+from graphex.torch_private.memory import storage_address
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass, pytree
 
 
@@ -241,13 +241,9 @@ def _duplicates(given: list[Any]) -> list[tuple[int, int]]:
 
 def _shares_an_input(given: list[Any], where: dict[int, int], inputs: Sequence[Any]) -> bool:
     """Whether the graph takes the memory of some arguments instead of them: views that overlap and are written."""
-    others = {_memory(value) for value in inputs if isinstance(value, Tensor) and id(value) not in where}
+    others = {storage_address(value) for value in inputs if isinstance(value, Tensor) and id(value) not in where}
     own = {id(value) for value in inputs}
-    return any(_memory(leaf) in others for leaf in given if isinstance(leaf, Tensor) and id(leaf) not in own)
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
+    return any(storage_address(leaf) in others for leaf in given if isinstance(leaf, Tensor) and id(leaf) not in own)
 
 
 def _may_hold_numbers(ran: Ran, returned: Sequence[Any]) -> bool:

@@ -52,7 +52,7 @@ from graphex.loops.processors import (
 )
 from graphex.loops.step_state import methods_of, modes
 from graphex.records import FellBack, Journal
-from graphex.torch_private.dynamo import compiled_version
+from graphex.torch_private.frames import compiled_version
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds"}

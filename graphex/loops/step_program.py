@@ -41,11 +41,12 @@ from graphex.loops.observation import Observation, comparable, holds_tensors, ma
 from graphex.loops.step_state import SPARSE, Found, StepState
 from graphex.records import Captured, FellBack, Journal, OptimizerPrepared
 from graphex.runtime.buffers import Arena, InputBuffer
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.captured_graph import Pool, waiting_for_no_turn
 from graphex.runtime.program import captures_held_back
 from graphex.torch_private.dynamo import inside, is_seen_by_a_mode, of_thread, profiler_enabled
+from graphex.torch_private.frames import compiled_call, set_compiled_call
 from graphex.torch_private.lookup import MissingNameError, check_required
-from graphex.torch_private.memory import count_writes
+from graphex.torch_private.memory import count_writes, storage_address
 from graphex.torch_private.symbolic import pytree
 
 # -- one captured graph ------------------------------------------------------------------------------------------------
@@ -103,15 +104,15 @@ class CompiledModule:
     def in_place(self) -> Iterator[None]:
         module = self._module
         with self._lock:
-            calls = self._calls.setdefault(module, [module._compiled_call_impl])
+            calls = self._calls.setdefault(module, [compiled_call(module)])
             calls.append(self._compiled)
-            module._compiled_call_impl = self._compiled
+            set_compiled_call(module, self._compiled)
         try:
             yield
         finally:
             with self._lock:
                 calls.remove(self._compiled)
-                module._compiled_call_impl = calls[-1]
+                set_compiled_call(module, calls[-1])
                 if len(calls) == 1:
                     del self._calls[module]
 
@@ -139,6 +140,10 @@ TWICE = (
     "torch cannot differentiate a compiled backward again (create_graph=True): write train_step(..., compile=False), "
     "which leaves the model as it is and captures the step all the same."
 )
+IN_BETWEEN = (
+    "a training step was called in the middle of its own replay or capture, by a finalizer or a signal handler: note "
+    "there that a step is to be made, and make it between two steps."
+)
 Find = Callable[[], tuple[Found, Sequence[CompiledModule]]]
 
 
@@ -157,6 +162,7 @@ class Learnt:
     calls: int = 0
     observation: Observation | None = None
     differed: int = 0
+    interrupted: int = 0
     leaves_gradients: bool = False
 
 
@@ -178,6 +184,8 @@ class TrainStep:
         self._where = torch.device("cpu")
         self._is_off = False
         self._lock = threading.RLock()
+        self._put_off: list[Callable[[], Any]] | None = None  # while the user's code runs, and no graph is captured
+        self._interruptions = 0  # calls in the middle of another one
         self._graphs: OrderedDict[Kind, CapturedStep] = OrderedDict()
         self._learnt: OrderedDict[Kind, Learnt] = OrderedDict()
         self._checked: set[Hashable] = set()
@@ -187,7 +195,9 @@ class TrainStep:
         self._why_again = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
+        if any(each is self for each in of_thread(_CALLS)):
+            return self._in_between(args, kwargs)
+        with self._lock, inside(_CALLS, self):
             if self._device is None or self._state.found.is_replaced():
                 self._begin(args, kwargs)
             if method := self._state.found.replaced_method:
@@ -198,6 +208,23 @@ class TrainStep:
                 if "double backward" not in str(error):
                     raise
                 raise NotOfferedError(TWICE) from error
+
+    def _in_between(self, args: Any, kwargs: Any) -> Any:
+        """A call in the middle of another one: by the step itself, by a finalizer or by a signal handler.
+
+        It is as in eager while the user's code runs: what was put off is done before and after it. A replay has no
+        middle, and a capture would hold this call for good.
+        """
+        if self._is_off:
+            return self._as_it_is(args, kwargs)
+        if self._put_off is None:
+            raise NotOfferedError(IN_BETWEEN)
+        self._interruptions += 1
+        self._state.catch_up(self._put_off)
+        try:
+            return self._as_it_is(args, kwargs)
+        finally:
+            self._state.catch_up(self._put_off)
 
     def _compile_again(self, method: str) -> None:
         """Drop what Dynamo has compiled: it has no guard on the methods of classes."""
@@ -330,8 +357,14 @@ class TrainStep:
         if learnt.calls and not is_checked:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             seen = Observation(self._where.type, given, _present(self._state.gradients()), learnt.observation)
+        before = self._interruptions
         results = self._run(args, kwargs, seen)
         changed = self._state.found.reached.look_after_run()
+        if self._interruptions != before:  # what was seen is not the step's alone
+            learnt.interrupted += 1
+            if learnt.interrupted > 1:
+                self._stay_plain("the step is called in the middle of itself")
+            return results
         learnt.calls += 1
         learnt.leaves_gradients = any(each is not None for each in self._state.gradients())
         if seen is not None and not self._is_off:
@@ -405,7 +438,7 @@ class TrainStep:
                 if not may_see_compiled_code():
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(seen)
-            results = self._call(*args, **kwargs)
+            results = self._call_openly(deferred, args, kwargs)
             torch.clear_autocast_cache()  # casts of parameters that the step has changed
         if seen is not None:
             seen.finish(pytree.tree_leaves(results), _present(self._state.gradients()))
@@ -431,8 +464,16 @@ class TrainStep:
                 stack.enter_context(each.in_place())
             return self._function(*args, **kwargs)
 
+    def _call_openly(self, put_off: list[Callable[[], Any]], args: Any, kwargs: Any) -> Any:
+        """The same for a call in whose middle another one may be made. `put_off` are the calls that come behind it."""
+        before, self._put_off = self._put_off, put_off
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._put_off = before
+
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
-        return detached(self._call(*args, **kwargs))
+        return detached(self._call_openly([], args, kwargs))
 
     # -- capture and replay ------------------------------------------------------------------------------------------
 
@@ -478,8 +519,8 @@ class TrainStep:
             return (
                 f"an argument is a {type(holder).__name__}, whose tensors no graph is given; pass them as a dictionary"
             )
-        own = {each.untyped_storage().data_ptr() for each in (*self._state.parameters, *self._state.buffers)}
-        if any(each.untyped_storage().data_ptr() in own for each in tensors if each.numel()):
+        own = {storage_address(each) for each in (*self._state.parameters, *self._state.buffers)}
+        if any(storage_address(each) in own for each in tensors if each.numel()):
             return "an argument shares memory with a parameter or a buffer"
         return ""
 
@@ -497,7 +538,12 @@ class TrainStep:
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
         torch.clear_autocast_cache()  # what was cast before would be read where it was
-        with captures_held_back(_nothing), state.rates_as_tensors(_nothing), state.deferring(deferred, _nothing):
+        with (
+            captures_held_back(_nothing),
+            state.rates_as_tensors(_nothing),
+            state.deferring(deferred, _nothing),
+            waiting_for_no_turn(),
+        ):
             run = partial(self._call, *args, **kwargs)
             replay, results = device.capture(run, pool.handle, self._config.capture_error_mode)
         torch.clear_autocast_cache()
@@ -553,6 +599,7 @@ def _nothing(what: Any) -> None: ...
 
 
 _STEPS = "graphex training steps"
+_CALLS = "graphex calls of training steps"
 
 
 @cache

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
+from itertools import chain
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -152,15 +153,17 @@ _LIBRARIES = ("cublas", "cudnn", "attention", "linalg")
 
 
 Method = tuple[type, str, Any]
-_METHODS = (FunctionType, staticmethod, classmethod, property)
+_METHODS = (FunctionType, staticmethod, classmethod, property, partialmethod)
 
 
 def methods_of(modules: Iterable[nn.Module]) -> frozenset[Method]:
-    """The methods that the classes of modules hold: a class, a name, and what stands there."""
-    kinds = {type(module) for module in modules}
+    """The methods of the classes of modules, and of objects that they hold: a class, a name, and what stands there."""
+    modules = list(modules)
+    held = chain.from_iterable(vars(module).values() for module in modules)
+    kinds = {*map(type, modules), *map(type, held)} - {Tensor, nn.Parameter}
     classes = {each for kind in kinds for each in kind.__mro__ if each not in (nn.Module, object)}
     return frozenset(
-        (each, name, held) for each in classes for name, held in vars(each).items() if isinstance(held, _METHODS)
+        (each, name, method) for each in classes for name, method in vars(each).items() if isinstance(method, _METHODS)
     )
 
 
@@ -189,10 +192,9 @@ class Found:
         """Note the methods of the modules' classes, and which one is another than in the last look."""
         before = self.methods
         self.methods = methods_of(each for module in self.modules for each in module.modules())
-        places = {(kind, name) for kind, name, _ in self.methods}
-        other = [each for each in before - self.methods if each[:2] in places]
-        if other:
-            self.replaced_method = f"{other[0][0].__qualname__}.{other[0][1]}"
+        for kind, name, method in before - self.methods:
+            if vars(kind).get(name) is not method:
+                self.replaced_method = f"{kind.__qualname__}.{name}"
 
     def add(self, thing: Any) -> bool:
         """Keep something of these types; False if it is of another one."""
@@ -447,14 +449,18 @@ class StepState:
     def _told(self, calls: list[Callable[[], Any]], read: Callable[[str], None], method: Callable[[], Any]) -> Any:
         def now() -> Any:
             read("asks a scheduler for the learning rate; ask it outside of the step")
-            for rates in self._rates.values() if calls else ():
-                rates.give_back()  # the scheduler is to change numbers
-            while calls:
-                calls.pop(0)()
-            self._counted = list(map(_calls_of, self.found.deferred))
+            self.catch_up(calls)
             return method()
 
         return now
+
+    def catch_up(self, calls: list[Callable[[], Any]]) -> None:
+        """Make the calls that were put off."""
+        for rates in self._rates.values() if calls else ():
+            rates.give_back()  # a scheduler is to change numbers
+        while calls:
+            calls.pop(0)()
+        self._counted = list(map(_calls_of, self.found.deferred))
 
 
 def _accumulates(parameter: Tensor) -> bool:

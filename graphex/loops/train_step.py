@@ -43,7 +43,9 @@ from graphex.config import CompilerConfig
 from graphex.errors import InputError
 from graphex.loops.step_program import CompiledModule, TrainStep
 from graphex.loops.step_state import Found, found_in
+from graphex.records import FellBack
 from graphex.torch_private.dynamo import hooks_are_guarded
+from graphex.torch_private.frames import compiled_call
 from graphex.torch_private.memory import move_together
 from graphex.torch_private.symbolic import pytree
 
@@ -83,14 +85,16 @@ def train_step(
         if optimizer is None:
             raise InputError("train_step needs the optimizer of a module: train_step(model, loss_fn, optimizer).")
         parts = Parts(model, loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, accumulate, autocast, ema)
-        recipe = Recipe(parts, compile_it)
+        once = not compile or _differentiates_once(found_in(model, loss_fn), backend, type(model).__name__)
+        recipe = Recipe(parts, compile_it if once else _as_it_is)
         return TrainStep(recipe, partial(_found_of, parts, recipe.average), backend, compiles=compile)
     if not callable(model):
         raise InputError(f"train_step takes a module, or a function that does a step; got {type(model).__name__}.")
     own = (loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, autocast, ema)
     if any(each is not None for each in own) or accumulate != 1:
         raise InputError("a function is a whole step: the parts of a step are for train_step(module, ...).")
-    return TrainStep(model, partial(_reached_by, model, compile_it if compile else None), backend, compiles=compile)
+    find = partial(_reached_by, model, compile_it, backend) if compile else partial(_found_by, model)
+    return TrainStep(model, find, backend, compiles=compile)
 
 
 def _compiled(function: Callable[..., Any], *, backend: Backend, dynamic: bool | None) -> Callable[..., Any]:
@@ -114,12 +118,29 @@ def _found_of(parts: Parts, average: nn.Module | None) -> tuple[Found, Sequence[
     return found, ()
 
 
+def _found_by(function: Callable[..., Any]) -> tuple[Found, Sequence[CompiledModule]]:
+    return found_in(function), ()
+
+
 def _reached_by(
-    function: Callable[..., Any], compile_it: Callable[..., Any] | None
+    function: Callable[..., Any], compile_it: Callable[..., Any], backend: Backend
 ) -> tuple[Found, Sequence[CompiledModule]]:
     found = found_in(function)
-    modules = _outermost(found.modules) if compile_it is not None else []
-    return found, [CompiledModule(each, compile_it) for each in modules if compile_it is not None]
+    if not _differentiates_once(found, backend, getattr(function, "__name__", "step")):
+        return found, ()
+    return found, [CompiledModule(each, compile_it) for each in _outermost(found.modules)]
+
+
+def _differentiates_once(found: Found, backend: Backend, name: str) -> bool:
+    """Whether no code that is found asks for gradients with a history, which those of a compiled module have not.
+
+    It is read and not tried: by the time torch refuses, half of a step is done.
+    """
+    line = found.reached.line_with("create_graph")
+    if line:
+        reason = "torch cannot differentiate a compiled backward again, which `create_graph` may ask for"
+        backend.journal.fall_back(FellBack(f"{name} step", "the training step is not compiled", reason, line=line))
+    return not line
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -130,7 +151,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules
         if id(module) not in inner
         and any(True for _ in module.parameters())
-        and not any(each._compiled_call_impl is not None or hasattr(each, "_orig_mod") for each in module.modules())
+        and not any(compiled_call(each) is not None or hasattr(each, "_orig_mod") for each in module.modules())
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graphex.ops.definition import Gradient, RowRule, check_alike, op, part, with_kernel
+from graphex.ops.definition import ATTENTION, Gradient, RowRule, check_alike, op, part, with_kernel
 from graphex.ops.norms import sum_of, wide_dtype
 from graphex.torch_private.graphs import require
 
@@ -256,6 +256,8 @@ def repeated(cache: Tensor, times: int) -> Tensor:
     "float softcap=0.0, Tensor? sinks=None) -> Tensor",
     title="attention",
     kernel="attention.attention",
+    compiles_slowly=True,
+    libraries=ATTENTION,
     rows=RowRule("batch", ("query", "key", "value")),
 )
 def attention(
@@ -344,6 +346,7 @@ def _together(cache: Tensor, pages: Tensor, is_there: Tensor) -> Tensor:
     fake=lambda query, key, value, *_: result_like(query, value),
     title="attention to pages",
     kernel="attention.paged_attention",
+    libraries=ATTENTION,
 )
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, lengths: Tensor, scale: float, is_causal: bool = False
@@ -371,6 +374,8 @@ def paged_attention(
     " bool cast_before_weight=False, Tensor? sinks=None) -> Tensor",
     title="rotary embedding + attention",
     kernel="attention.rotary_attention_",
+    compiles_slowly=True,
+    libraries=ATTENTION,
 )
 def rotary_attention_(
     q: Tensor,

@@ -7,6 +7,7 @@
         kernel="activations.silu_mul",             graphex/kernels/activations.py, silu_mul(call)
         rows=RowRule("pointwise"),                 how it treats the rows of its arguments
         inlines=True,                              Inductor writes as good a kernel where it can join it with others
+        libraries=CUBLAS,                          torch's libraries that may compute it: their switches choose kernels
     )
     def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         '''The formula.'''
@@ -19,8 +20,8 @@ calls of this library (ops, and functions that are a `part`) answers with its ow
 others needs none. An op that computes much by itself has a short one, since fakes run whenever a graph is traced.
 
 A kernel runs instead of the reference on devices that have kernels. Its launcher takes one argument, the call: a named
-tuple of the schema's arguments, defaults filled in. Where it declines, the reference runs and `declined()` counts the
-reason. Nothing is imported for a kernel before its first call.
+tuple of the schema's arguments, defaults filled in. Where it returns a `Refusal`, the reference runs and `declined()`
+counts the reason. Nothing is imported for a kernel before its first call.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from graphex.device import kernel_runtime, runs_kernels
+from graphex.errors import Refusal
 from graphex.torch_private.graphs import require
 
 Function = Callable[..., Any]
@@ -69,6 +71,12 @@ class RowRule:
     arguments: tuple[str, ...] = ()
 
 
+# Libraries that references call, as `graphex.analysis.effects` names them. `attention` is torch's choice among its
+# implementations, of which one is made of matrix products.
+CUBLAS = frozenset({"cublas"})
+ATTENTION = frozenset({"cublas", "attention"})
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """An op as it was declared."""
@@ -82,10 +90,12 @@ class OpSpec:
     title: str
     is_composite: bool  # torch traces through it
     defined_here: bool
-    # A region whose code can be joined with it compiles the reference instead. A function is given the arguments of a
-    # call, and returns what is compiled instead, whatever is around it, or None.
+    # True: a region compiles the reference, if it can join it with other code. A function gets the arguments of a call,
+    # and returns what a region compiles instead, whatever is around the call, or None.
     inlines: bool | Function
     is_random: bool  # it draws from a generator
+    compiles_slowly: bool  # Triton takes longer for its kernel than for most
+    libraries: frozenset[str]  # those that the reference may call: their switches are a part of the capture key
 
     @property
     def name(self) -> str:
@@ -108,13 +118,6 @@ class Arguments(Protocol):
     def __getattr__(self, name: str) -> Any: ...
 
     def __iter__(self) -> Iterator[Any]: ...
-
-
-@dataclass(frozen=True)
-class Declined:
-    """A launcher's answer to arguments that its kernel was not written for: the reference runs instead."""
-
-    reason: str
 
 
 SPECS: dict[str, OpSpec] = {}
@@ -141,6 +144,8 @@ def op(
     is_composite: bool = False,
     inlines: bool | Function = False,
     is_random: bool = False,
+    compiles_slowly: bool = False,
+    libraries: frozenset[str] = CUBLAS,
 ) -> Callable[[F], F]:
     """Define an op from its reference. torch traces through an op that `is_composite`."""
 
@@ -148,7 +153,8 @@ def op(
         name = schema.partition("(")[0]
         namespace, _, short = name.partition("::")
         ours = not (namespace == "npu" and has_torch_npu()) and not hasattr(getattr(torch.ops, namespace), short)
-        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, is_composite, ours, inlines, is_random)
+        kinds = is_composite, ours, inlines, is_random, compiles_slowly, libraries
+        spec = OpSpec(schema, reference, fake, gradient, kernel, rows, title, *kinds)
         SPECS[name] = spec
         if ours:
             _register(spec, namespace)
@@ -312,7 +318,7 @@ def _with_kernel(spec: OpSpec) -> Function:
         if launch is None:
             launch, bind = _launcher(spec)
         result = launch(bind(*args, **kwargs))
-        if isinstance(result, Declined):
+        if isinstance(result, Refusal):
             _DECLINED[spec.name, result.reason] += 1
             return spec.reference(*args, **kwargs)
         return result

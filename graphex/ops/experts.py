@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graphex.errors import Refusal
 from graphex.ops import npu  # noqa: F401  (its ops are parts of those here)
 from graphex.ops.definition import RowRule, op, with_kernel
 from graphex.torch_private.graphs import require, require_implemented
@@ -68,13 +69,13 @@ def has_many(x: Tensor, experts: Tensor) -> bool:
     return x.shape[0] > MOST_TOKENS or experts.numel() > MOST_PAIRS
 
 
-def why_not_grouped(x: Tensor, gate_up: Tensor, down: Tensor) -> str:
-    """Why the library's grouped product does not take such arguments. Empty: it does."""
+def refusal_of_grouped(x: Tensor, gate_up: Tensor, down: Tensor) -> Refusal | None:
+    """Why the library's grouped product does not take such arguments."""
     if x.dtype != torch.bfloat16:
-        return "the library has grouped products of bfloat16 only"
+        return Refusal("the library has grouped products of bfloat16 only")
     if any(side * 2 % 16 for weight in (gate_up, down) for side in weight.shape[1:]):
-        return "the library's grouped product wants rows of a multiple of 16 bytes"
-    return ""
+        return Refusal("the library's grouped product wants rows of a multiple of 16 bytes")
+    return None
 
 
 def grouped(
@@ -133,7 +134,7 @@ def _formula(*args: Any, **named: Any) -> Callable[..., Tensor] | None:
     x, chosen, gate_up, down = (given[name] for name in ("x", "experts", "gate_up", "down"))
     sizes = (*x.shape, *chosen.shape, *gate_up.shape, *down.shape)
     is_known = all(isinstance(size, int) for size in sizes) and x.dtype == gate_up.dtype == down.dtype
-    return _of_many if is_known and has_many(x, chosen) and not why_not_grouped(x, gate_up, down) else None
+    return _of_many if is_known and has_many(x, chosen) and refusal_of_grouped(x, gate_up, down) is None else None
 
 
 @op(

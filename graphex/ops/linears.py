@@ -5,8 +5,8 @@
     silu_mul_linears    the projection after a gated activation
     gated_linears, rms_norm_gated_linears      the two before it: the activation of the first, times the second
 
-The weights stay where they are: nothing is joined, copied or assumed constant. The linear layers
-are for inference: they have no derivative.
+The weights stay where they are: nothing is joined, copied or assumed constant. The layers are for inference: they have
+no derivative.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_linears(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Biases,
-    residual: Tensor | None = None,
+    residual: Tensor | None,
 ) -> None:
     require(x.dim() > 0, lambda: "a linear layer needs at least one dimension; its input has none")
     require(

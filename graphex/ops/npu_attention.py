@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphex.ops import attention  # noqa: F401  (its ops are parts of those here)
-from graphex.ops.definition import op, with_kernel
+from graphex.ops.definition import ATTENTION, op, with_kernel
 from graphex.torch_private.graphs import require, require_implemented
 
 _attention, _paged_attention = with_kernel("graphex::attention"), with_kernel("graphex::paged_attention")
@@ -270,6 +270,7 @@ def _laid_out(result: Tensor, layout: str) -> Tensor:
     " int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0,"
     " int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)",
     fake=_fake_npu_fused_infer_attention_score,
+    libraries=ATTENTION,
 )
 def npu_fused_infer_attention_score(
     query: Tensor,
@@ -400,6 +401,7 @@ _QUANT_MODES = "int query_quant_mode=0, int key_quant_mode=0, int value_quant_mo
     f' str input_layout="BSH", int sparse_mode=0, int block_size=0, {_QUANT_MODES}, int inner_precise=0,'
     " bool return_softmax_lse=False) -> (Tensor, Tensor)",
     is_composite=True,
+    libraries=ATTENTION,
 )
 def npu_fused_infer_attention_score_v2(
     query: Tensor,

@@ -59,7 +59,7 @@ MAXIMUM = torch.iinfo(torch.int64).max  # how `x[a:]` says "to the end"
 
 @dataclass(frozen=True)
 class Noop:
-    """When `holds`, the op's result is its argument number `keeps`."""
+    """A rule about an op: where `holds` is true of a call, its result is argument number `keeps`."""
 
     rule: str
     reason: str
@@ -188,23 +188,25 @@ class RemoveNoops(GraphPass):
                 work.replace(node, kept, rule=noop.rule, because=noop.reason)
 
 
-def _why_needed(work: Work, node: Node, kept: Node) -> str | None:
-    """A copy of an input as it was lets the input be updated where it is, which saves two copies."""
+def _why_needed(work: Work, node: Node, kept: Node) -> str:
+    """Why a copy stays; empty if it need not. A copy of an input as it was lets the input be updated where it is, which
+    saves two copies.
+    """
     aliases = work.aliases
     if node.target is not aten.clone.default or not work.config.input_inplace_pass or not aliases.is_written(kept):
-        return None
+        return ""
     for write in aliases.writes(kept):
         first = first_write_in_place(work, write)
         if first is not None and aliases.position(node) < aliases.position(first) < aliases.last_read(node):
             return "the original is updated in place while the copy is still read"
-    return None
+    return ""
 
 
-def _why_run(node: Node, noop: Noop) -> str | None:
-    """A value that is overwritten need not be computed, unless the user would no longer see it raise."""
+def _why_run(node: Node, noop: Noop) -> str:
+    """Why a value that is overwritten is computed all the same: the user would no longer see it raise. Empty if not."""
     overwritten = node.args[0] if noop.keeps else None
     raiser = lost_without(node, overwritten) if isinstance(overwritten, Node) else None
-    return None if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
+    return "" if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
 
 
 def _kept_value(node: Node, noop: Noop) -> Node | None:
@@ -317,12 +319,13 @@ def _writes_what_is_there(work: Work, node: Node) -> bool:
     return is_copy and not written
 
 
-def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str | None:
+def _why_not_source(work: Work, node: Node, source: Node, middle: Node) -> str:
+    """Why the source of a cast of a cast cannot take its place; empty if it can."""
     if work.aliases.written_between(source, middle, work.aliases.last_read(node)):
         return "the original is written to after it was read"
     if work.aliases.is_written(middle):
         return "the value in between is written to in this graph"
-    return work.aliases.why_not_same(node, source)
+    return work.aliases.why_not_same(node, source) or ""
 
 
 def _detour(node: Node) -> tuple[Node, Node] | None:
@@ -363,7 +366,7 @@ def _rounded_sum(node: Node) -> list[Node]:
 
 
 def _is_plain_cast(node: Node, also: tuple[str, ...] = ()) -> bool:
-    """Whether nothing but the type differs; keywords other than `also` are not looked into."""
+    """Whether a node casts and changes nothing but the type; keywords other than `also` are not looked into."""
     if node.op != "call_function" or node.target is not cast or not isinstance(node.args[0], Node):
         return False
     if any(value is not None for key, value in node.kwargs.items() if key not in ("dtype", "non_blocking", *also)):
@@ -439,5 +442,5 @@ def _reads_changed_memory(work: Work, kept: Node, until: int) -> bool:
 
 
 def _key(node: Node) -> Hashable:
-    """Equal for equal calls."""
+    """A key that is equal for equal calls."""
     return value_key(node.target), value_key(node.args), value_key(node.kwargs)

@@ -51,7 +51,7 @@ class LiftExperts(IdiomPass):
         self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
     def replace(self, work: Work, site: ExpertsSite) -> None:
-        nodes = [node for node in work.graph.nodes if node in site.inner]
+        nodes = sorted(site.inner)
         with work.graph.inserting_before(site.end):
             x, end = site.x.meta["val"], site.end.meta["val"]
             residual = () if site.residual is None else (_viewed(site.residual, x, nodes),)
@@ -93,7 +93,7 @@ class ExpertsSite:
     residual: Node | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """The sum is added to a residual of its shape."""
+        """Take along the residual that the sum is added to, if there is one of its shape."""
         view = called(_only_user(self.end), aten.view.default)
         added = None if view is None else called(_only_user(view), aten.add.Tensor)
         if view is None or added is None or added.kwargs or len(set(added.args)) != 2:
@@ -402,7 +402,7 @@ def _alternate(node: Any, first: int) -> bool:
 
 
 def _repeated(node: Any, inner: set[Node], times: Any) -> Node | None:
-    """The tokens of which each stands there several times in a row."""
+    """The tokens that `node` repeats, each `times` times in a row."""
     view = called(node, aten.view.default)
     copy = None if view is None else called(view.args[0], aten.clone.default)
     expanded = called(copy.args[0] if copy is not None else None, aten.expand.default)

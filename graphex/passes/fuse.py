@@ -175,10 +175,10 @@ class IdiomPass(GraphPass):
 
 def pays(work: Work, op: str, node: Node) -> bool:
     """Whether an op of graphex in the place of `node` is faster than PyTorch's, or wanted all the same."""
-    return work.config.lift_idioms == "always" or has_kernel(f"graphex::{op}", device_of(node))
+    return work.config.lift_idioms == "always" or has_kernel(f"graphex::{op}", result_device(node))
 
 
-def device_of(node: Node) -> torch.device:
+def result_device(node: Node) -> torch.device:
     """The device of a node's result, or of the first of several."""
     value = node.meta["val"]
     device: torch.device = (value[0] if isinstance(value, (list, tuple)) else value).device

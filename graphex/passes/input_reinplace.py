@@ -147,7 +147,7 @@ def unwrap_mutable_ops(work: Work, pass_name: str) -> None:
             for base in written_bases(node):
                 if not isinstance(base, Node) or not _is_unread(work, node, base):
                     continue
-                if use := work.aliases.in_use.why(base, node):
+                if (use := work.aliases.in_use.why(base, node)) is not None:
                     refusal = Refusal(f"'{base.name}' is not free: {use.reason}", node, use.edit)
                     work.refuse(node, refusal, rule=ARGUMENT, bytes_moved=2 * bytes_of(base))
                 else:
@@ -227,7 +227,7 @@ class RestoreInputWrites(GraphPass):
         _write_in_place(work, chain, layouts)
 
     def _name_what_is_unknown(self, work: Work, node: Node) -> None:
-        """An update by an op that could write in place, but is not known to give the same bits then."""
+        """Refuse an update by an op that could write in place, but is not known to give the same bits then."""
         if node.target is not aten.copy_.default or len(node.args) < 2:
             return
         target, value = node.args[0], node.args[1]
@@ -256,7 +256,7 @@ def _provable(work: Work, epilogue: Node) -> tuple[Chain, Refusal | None, Layout
         chain = find_chain(epilogue, whole, declared=declared)
         if chain is None:
             break
-        proof = _Proof(work, chain)
+        proof = ChainProof(work, chain)
         problem = proof.why_not()
         if problem is None:
             return chain, None, proof.layouts
@@ -274,8 +274,10 @@ def first_write_in_place(work: Work, epilogue: Node) -> Node | None:
     return _writer(found[0].steps[0]) if found is not None and found[1] is None else None
 
 
-class _Proof:
-    """Why a chain may not be written in place; with the update that is in the way, if it is one."""
+class ChainProof:
+    """The proof that a chain may be written in place. `why_not` gives the refusal, and the update that causes it if one
+    does.
+    """
 
     def __init__(self, work: Work, chain: Chain) -> None:
         self.work = work
@@ -312,18 +314,18 @@ class _Proof:
         return self._why_in_use(steps) or why_seen(self.work, chain)
 
     def _why_in_use(self, steps: list[Node]) -> tuple[Refusal, Update | None] | None:
-        """Whether the memory of the input, or of its versions, is in use beside the readers in the graph.
+        """Why the memory of the input, or of its versions, is in use by more than the readers in the graph.
 
         Where a version was an update of the input in the user's program, it lived in the input's memory there too.
         """
         chain, aliases = self.chain, self.aliases
         is_version = (writes_to(chain.target) or NO_WRITES).is_version
         for step in steps:
-            if not is_version(step) and (use := aliases.in_use.why_escaped(step)):
+            if not is_version(step) and (use := aliases.in_use.why_escaped(step)) is not None:
                 return Refusal(f"'{step.name}' would be memory of the input: {use.reason}", step, use.edit), None
         for step in chain.steps:
             writer = _writer(step)
-            if use := aliases.in_use.why_in_flight(chain.target, writer):
+            if (use := aliases.in_use.why_in_flight(chain.target, writer)) is not None:
                 return Refusal(f"the old value is not free: {use.reason}", step, use.edit), None
             if not is_version(step) and (reader := aliases.in_use.keeper_between(chain.target, writer, chain.epilogue)):
                 return Refusal(f"'{reader.name}' may read the old value, which a custom op may have kept", step), None
@@ -335,8 +337,9 @@ class _Proof:
             if (refusal := self._why_not_there(place)) is not None:
                 return refusal
         old = updated(step, declared=True)
-        if reinplace.updated_argument(step) is not None and (reason := reinplace.why_not_called(_writer(step), old)):
-            return Refusal(reason, step)
+        is_call = reinplace.updated_argument(step) is not None
+        if is_call and (refusal := reinplace.why_not_called(_writer(step), old)) is not None:
+            return replace(refusal, node=step)
         if self._operands_share(step, old if old is not None else step.args[0]):
             return Refusal("the update reads the memory it would write", step)
         return None
@@ -379,7 +382,10 @@ class _Proof:
         return any(not self.aliases.storages(value).isdisjoint(self.memory) for value in operands)
 
     def _why_not_overwritten(self, before: tuple[WindowPlace, ...], update: Update) -> Refusal | None:
-        """Whether the version before an update is read after it; putting a window back reads nothing."""
+        """Why an update may not overwrite the version before it: a node reads that later. None if none does.
+
+        Putting a window back reads nothing.
+        """
         step = update.made.node
         end = self.aliases.position(self.chain.epilogue)
         put_back = {place.node for place in update.put_back}

@@ -4,7 +4,9 @@
     after:   a = mm(x, x)                                      meta: stream "side", epoch 0
              event_record("r", "side", 1); event_wait("r", "(current)", 1)
 
-Runs after the user's passes: what they write means something by where it stands, and every later pass may move it.
+Runs after the user's passes, because scopes, records and waits mean something by their position, and later passes move
+nodes.
+
 Streams and events of model code (`torch.cuda.stream`, `torch.Event`, `graphex.scope.stream`) become the same:
 
     before:  sin = sin(x)                                         meta: stream 1
@@ -189,7 +191,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Scope:
-    """A scope: the settings between one enter and its exit. Those it leaves open hold from outside."""
+    """The settings between an enter and its exit; those that it does not name are those of the scope around it."""
 
     enter: Node
     values: dict[str, Any]
@@ -303,7 +305,6 @@ def made(node: Node) -> str:
 _TAG = "graphex_tag"  # on a record: the name that a later pass may wait for it by
 
 ours = torch.ops.graphex
-_OPS = {getattr(getattr(torch.ops, namespace), name).default: name for namespace in NAMESPACES for name in LEXICAL}
 
 
 class PlaceNodes(GraphPass):
@@ -366,14 +367,14 @@ class _Placing:
     def run(self) -> None:
         lower_torch_events(self.work, self)
         for node in list(self.work.graph.nodes):
-            name = _OPS.get(operator_of(node))
-            if name is None:
+            take = _OPS.get(operator_of(node))
+            if take is None:
                 if _TAG in node.meta:
                     self.tags[node.meta[_TAG]] = str(node.args[0])
                 if node.op.startswith("call"):
                     self.scopes.place(node)
                 continue
-            getattr(self, f"_{name}")(node)
+            take(self, node)
         self.scopes.close()
         for node in reversed(list(self.work.graph.nodes)):
             if operator_of(node) in _OPS:
@@ -381,21 +382,21 @@ class _Placing:
 
     # -- one method for each op ---------------------------------------------------------------------------------
 
-    def _scope_enter(self, node: Node) -> None:
+    def enter_scope(self, node: Node) -> None:
         self.scopes.enter(node)
 
-    def _scope_exit(self, node: Node) -> None:
+    def leave_scope(self, node: Node) -> None:
         self.scopes.leave(node)
 
-    def _record(self, node: Node) -> None:
+    def take_record(self, node: Node) -> None:
         node.meta["graphex_event"] = self.record(self.name(node.name), self.scopes.stream(node), after=node)
 
-    def _tagged_event_record(self, node: Node) -> None:
+    def take_tagged_record(self, node: Node) -> None:
         tag = str(node.args[0])
         self.tags[tag] = self.name(tag)
         self._event(ours.event_record.default, self.tags[tag], self.scopes.stream(node), node).meta[_TAG] = tag
 
-    def _wait(self, node: Node) -> None:
+    def take_wait(self, node: Node) -> None:
         values = node.args[0]
         if not isinstance(values, (list, tuple)) or not values:
             raise StreamError(f"{made(node)} waits for nothing. Give it a list of what record() returned.")
@@ -404,7 +405,7 @@ class _Placing:
                 raise StreamError(f"{made(node)} waits for {value!r}, which nothing in the graph has recorded.")
             self.wait(self._event_of(value), self.scopes.stream(node), after=node)
 
-    def _tagged_event_wait(self, node: Node) -> None:
+    def take_tagged_wait(self, node: Node) -> None:
         tag = str(node.args[0])
         if tag not in self.tags:
             raise StreamError(
@@ -413,7 +414,7 @@ class _Placing:
             )
         self.wait(self.tags[tag], self.scopes.stream(node), after=node)
 
-    def _record_tagged_stream(self, node: Node) -> None:
+    def take_use(self, node: Node) -> None:
         label = str(node.args[1])
         self.used_on(node.args[0], None if label == CURRENT else label, before=node)
 
@@ -454,8 +455,22 @@ class _Placing:
         return node
 
 
+_METHODS: dict[str, Callable[[_Placing, Node], None]] = {
+    "scope_enter": _Placing.enter_scope,
+    "scope_exit": _Placing.leave_scope,
+    "record": _Placing.take_record,
+    "wait": _Placing.take_wait,
+    "tagged_event_record": _Placing.take_tagged_record,
+    "tagged_event_wait": _Placing.take_tagged_wait,
+    "record_tagged_stream": _Placing.take_use,
+}
+_OPS = {
+    getattr(getattr(torch.ops, namespace), name).default: _METHODS[name] for namespace in NAMESPACES for name in LEXICAL
+}
+
+
 def _behind_inputs(node: Node) -> Node:
-    """Placeholders stay together at the start."""
+    """Where to insert behind a node: behind all inputs for an input, because inputs stay together at the start."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node

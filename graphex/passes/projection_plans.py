@@ -11,8 +11,8 @@ A linear layer looks like this in a graph, a product with a transposed weight, b
     bmm(x, expand(t(w)))                                              where x cannot be flattened without a copy
     linear(x, w, bias), matmul(x, t(w)), mm(x, t(w))                  as it may be called
 
-`x` is the value before the reshape, so that layers that share it are seen to. A weight need not be a parameter: nothing
-is assumed of it but that it is there.
+`x` is the value before the reshape, so that layers that share it are found. A weight need not be a parameter: it only
+has to be there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
 from graphex.fusion.calls import EXPAND, PERMUTE, RESHAPE, call_of, op_of
 from graphex.ops.linears import FEW_ROWS, SMALL_RESULT
-from graphex.passes.fuse import device_of, pays
+from graphex.passes.fuse import pays, result_device
 from graphex.rewrite.base import Motion, Read, Refusal, Work, can_stand_before, elsewhere, used_by, where
 
 aten, ops = torch.ops.aten, torch.ops.graphex
@@ -215,8 +215,9 @@ class Residual:
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Layers that become one op. `before` is the rms_norm or silu_mul whose result they read, if it joins them; `kept`
-    is the result of a norm that others read too.
+    """Layers that become one op.
+
+    `before`: the rms_norm or silu_mul that joins the op. `kept`: that norm's result, if other nodes also read it.
     """
 
     linears: list[Linear]
@@ -367,7 +368,7 @@ class Planner:
             self._is_claimed(node),
             self._no_kernel(rule, group[0].node),
             self._is_used_elsewhere(node, y, group),
-            self._written([Read(each, node) for each in node.all_input_nodes], group[0].node),
+            self.motion.written_between([Read(each, node) for each in node.all_input_nodes], group[0].node),
         )
         return None if refused else node
 
@@ -437,16 +438,9 @@ class Planner:
         reads = [Read(each, linear.node) for each in (*linear.operands, plan.x)]
         if plan.before is not None:
             reads = [*reads[:-1], *(Read(each, plan.before) for each in plan.before.all_input_nodes)]
-        return self._written(reads, add)
+        return self.motion.written_between(reads, add)
 
     # -- what is known -----------------------------------------------------------------------------------------------
-
-    def _written(self, reads: list[Read], place: Node) -> Refusal | None:
-        """Whether a value that is read at `place` instead of earlier changes in between."""
-        for operand, reader in reads:
-            if self.motion.writer_between(operand, reader, place):
-                return Refusal(f"'{operand.name}' is written between '{reader.name}' and '{place.name}'", place)
-        return None
 
     def _is_claimed(self, node: Node) -> Refusal | None:
         return Refusal(f"your rule '{self.claimed[node]}' takes it", node) if node in self.claimed else None
@@ -454,7 +448,7 @@ class Planner:
     def _no_kernel(self, rule: str, node: Node) -> Refusal | None:
         if pays(self.work, rule, node):
             return None
-        return Refusal(f"'graphex::{rule}' has no kernel on {device_of(node).type}", node)
+        return Refusal(f"'graphex::{rule}' has no kernel on {result_device(node).type}", node)
 
     def _refused(self, rule: str, *answers: Refusal | None) -> bool:
         """Whether one of the answers is a refusal; the first is written down."""

@@ -40,7 +40,7 @@ from graphex.analysis.graphs import arguments
 from graphex.analysis.memory import bytes_of
 from graphex.fusion.rule import fresh, key_of
 from graphex.ops.linears import FEW_ROWS
-from graphex.passes.fuse import IdiomPass, device_of, pays, rules_in_use
+from graphex.passes.fuse import IdiomPass, pays, result_device, rules_in_use
 from graphex.passes.projection_plans import (
     GATED,
     LINEARS,
@@ -408,7 +408,7 @@ def _why_no_gate(work: Work, gate: _Gate) -> Refusal | None:
     if (apart := elsewhere(layers, node)) is not None:
         return apart
     if not pays(work, GATE, layers):
-        return Refusal(f"'graphex::{GATE}' has no kernel on {device_of(layers).type}", node)
+        return Refusal(f"'graphex::{GATE}' has no kernel on {result_device(layers).type}", node)
     return None
 
 

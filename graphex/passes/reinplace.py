@@ -72,7 +72,7 @@ def call_of(step: Node) -> Node:
     return step
 
 
-def why_not_called(call: Node, directly: Node | None) -> str | None:
+def why_not_called(call: Node, directly: Node | None) -> Refusal | None:
     """Why a call cannot become one of its variant that writes to `directly`; None if it can.
 
     Whatever else the variant writes may have to be copied for it, so that must be certain to give the same layout.
@@ -80,13 +80,13 @@ def why_not_called(call: Node, directly: Node | None) -> str | None:
     variant = declared_variant(call.target)
     assert variant is not None
     if variant.returns_tuple and any(user.target is not operator.getitem for user in call.users):
-        return "its results are passed on as a tuple"
+        return Refusal("its results are passed on as a tuple", call)
     for value, after in zip(variant.written_values(call), variant.new_versions(call), strict=True):
         known = value.meta.get("val") if isinstance(value, Node) else None
         if not isinstance(value, Node) or not isinstance(known, torch.Tensor) or not same_layout(after, known):
-            return "a new version has another layout than the argument it would be written over"
+            return Refusal("a new version has another layout than the argument it would be written over", call)
         if directly is not None and value is not directly and not known_contiguous(known):
-            return f"'{value.name}' might have to be copied first, and is not contiguous"
+            return Refusal(f"'{value.name}' might have to be copied first, and is not contiguous", call)
     return None
 
 
@@ -121,7 +121,7 @@ def reuse_dead_arguments(work: Work, call: Node) -> None:
     variant = declared_variant(call.target)
     assert variant is not None
     places = range(len(variant.written))
-    refusal = Refusal(reason) if (reason := why_not_called(call, None)) is not None else None
+    refusal = why_not_called(call, None)
     if refusal is None:
         refusals = (_why_not_dead(work, call, variant, place) for place in places)
         refusal = next((each for each in refusals if each is not None), None)
@@ -311,8 +311,10 @@ class Sizes:
 
     def _first_after_inputs(self) -> Node:
         """Where the next node goes: after those made before, which it may use."""
+        if self._last is not None:
+            return self._last.next
         first: Node = next(node for node in self._graph.nodes if node.op != "placeholder")
-        return first if self._last is None else self._last.next
+        return first
 
 
 def _symbols_of_inputs(graph: Graph) -> dict[Any, tuple[Node, int | None]]:

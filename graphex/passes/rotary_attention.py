@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import known_equal, node_line
-from graphex.analysis.graphs import arguments, placement
+from graphex.analysis.graphs import argument, arguments, placement, positional
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.records import RuleTried
@@ -52,28 +52,30 @@ class JoinRotaryAndAttention(GraphPass):
         motion = Motion(work)
         made = 0
         for site in found:
-            place = _Proof(motion, site).place()
+            place = JoinProof(motion, site).place()
             if isinstance(place, Refusal):
                 work.refuse(site.attention, place, rule=rule)
                 continue
             motion.moved |= {storage for cache in site.caches for storage in work.aliases.storages(cache)}
             norms = _norms(site) if work.allows(with_norms) else ()
             read = motion.written_between([Read(each.x, each.norm) for each in norms], place)
-            joined = self._join(work, site, place)
+            given = site.arguments
+            joined = self._join(work, site, given, place)
             made += 1
             if norms and read is not None:
                 work.refuse(joined, read, rule=with_norms)
             elif norms:
-                self._take_along(work, joined, norms)
+                self._take_along(work, joined, given, norms)
         if found:
             work.note(lambda graph, name: RuleTried(graph, name, rule, made, len(found)))
 
-    def _take_along(self, work: Work, joined: Node, norms: tuple[HeadNorm, ...]) -> None:
+    def _take_along(self, work: Work, joined: Node, given: dict[str, Any], norms: tuple[HeadNorm, ...]) -> None:
         """The norms of query and key become a part of the op."""
-        rows = [each.x if each.transposed is None else _transposed(each.x, each.transposed, joined) for each in norms]
-        gains = (each.gain for each in norms)
-        sinks = joined.args[18:]
-        joined.args = (*rows, *joined.args[2:13], *gains, *norms[0].numbers, *sinks)
+        given = given | norms[0].how
+        for name, each in zip("qk", norms, strict=True):
+            given[name] = each.x if each.transposed is None else _transposed(each.x, each.transposed, joined)
+            given[f"{name}_gain"] = each.gain
+        joined.args = positional(joined.target, given)
         inherit_all(joined, [joined, *(each.norm for each in norms)])
         names, line = [each.norm.name for each in norms], node_line(norms[0].norm)
         for each in norms:
@@ -83,14 +85,12 @@ class JoinRotaryAndAttention(GraphPass):
         because = "query and key are normalised where they are rotated"
         work.fused(names, [joined], rule=self.rule_names[1], because=because, line=line)
 
-    def _join(self, work: Work, site: AttentionSite, place: Node) -> Node:
+    def _join(self, work: Work, site: AttentionSite, given: dict[str, Any], place: Node) -> Node:
         write, attention = site.write, site.attention
         names, line = [write.name, attention.name], node_line(attention) or node_line(write)
-        given = (*_arguments(write), site.mask, *site.numbers)
-        norm = (None, None, 0.0, 0.0, False)
-        given += () if site.sinks is None else (*norm, site.sinks)
+        target = ops.rotary_attention_.default
         with work.graph.inserting_before(place):
-            joined = work.graph.call_function(ops.rotary_attention_.default, given)
+            joined = work.graph.call_function(target, positional(target, given))
         inherit_all(joined, [write, attention])
         joined.meta["val"] = attention.meta["val"]
         attention.replace_all_uses_with(joined)
@@ -103,19 +103,22 @@ class JoinRotaryAndAttention(GraphPass):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """A norm of x over its last dimension. `transposed` is the node that transposes its result, if one does."""
+    """A norm of `x` over its last dimension. `transposed` is the node that transposes its result, if one does.
+
+    `how` are the other arguments of the norm, by the names that both ops have for them.
+    """
 
     transposed: Node | None
     norm: Node
     x: Node
     gain: Node
-    numbers: tuple[float, float, bool]
+    how: dict[str, Any]
 
 
 def _norms(site: AttentionSite) -> tuple[HeadNorm, ...]:
     """The norms of query and key, if both have one of a kind that nothing else reads; none otherwise."""
     query, key = (_head_norm(row, site.write) for row in site.rows[:2])
-    if query is None or key is None or query.numbers != key.numbers or query.norm is key.norm:
+    if query is None or key is None or query.how != key.how or query.norm is key.norm:
         return ()
     return query, key
 
@@ -130,11 +133,12 @@ def _head_norm(row: Node, user: Node) -> HeadNorm | None:
         return None
     if any(each.users for each in norm.users if each is not first) or first.args[1] != 0:
         return None
-    x, gain, *numbers = _arguments(norm)
+    how = arguments(norm)
+    x, gain = how.pop("x"), how.pop("weight")
     if gain is None or len({each.meta["val"].dtype for each in (x, gain, row)}) > 1:
         return None
     same_place = len({placement(each) for each in (row, norm, user)}) == 1
-    return HeadNorm(row if is_transposed else None, norm, x, gain, tuple(numbers)) if same_place else None
+    return HeadNorm(row if is_transposed else None, norm, x, gain, how) if same_place else None
 
 
 def _transposed(x: Node, like: Node, before: Node) -> Node:
@@ -155,48 +159,43 @@ class AttentionSite:
     @property
     def rows(self) -> tuple[Node, ...]:
         """Query, key, value, cos and sin."""
-        return _arguments(self.write)[:5]
+        given = arguments(self.write)
+        return tuple(given[name] for name in ("q", "k", "v", "cos", "sin"))
 
     @property
     def caches(self) -> tuple[Node, Node]:
-        keys, values = _arguments(self.write)[5:7]
-        return keys, values
+        given = arguments(self.write)
+        return given["key_cache"], given["value_cache"]
 
     @property
     def positions(self) -> Node:
-        found: Node = _arguments(self.write)[7]
+        found: Node = argument(self.write, "positions")
         return found
 
     @property
-    def mask(self) -> Node | None:
-        found: Node | None = _arguments(self.attention)[3]
-        return found
+    def read(self) -> list[Node]:
+        """The tensors that attention reads besides query, key and value."""
+        return [each for name in ("mask", "sinks") if (each := argument(self.attention, name)) is not None]
 
     @property
-    def numbers(self) -> tuple[float, float]:
-        """The scale and the softcap."""
-        _, _, _, _, scale, _, softcap, _ = _arguments(self.attention)
-        return scale, softcap
-
-    @property
-    def sinks(self) -> Node | None:
-        found: Node | None = _arguments(self.attention)[7]
-        return found
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the op that does both, by name."""
+        given = arguments(self.attention)
+        sinks = {} if given["sinks"] is None else {"sinks": given["sinks"]}
+        return arguments(self.write) | {name: given[name] for name in ("mask", "scale", "softcap")} | sinks
 
 
 def _site(node: Node) -> AttentionSite | None:
     if node.target is not ops.attention.default:
         return None
-    query = _arguments(node)[0]
+    query = argument(node, "query")
     is_rotated = isinstance(query, Node) and query.target is ops.rotary_qkv_write_.default
     return AttentionSite(query, node) if is_rotated else None
 
 
-def _arguments(node: Node) -> tuple[Any, ...]:
-    return tuple(arguments(node).values())
+class JoinProof:
+    """The proof that a write of caches and the attention to them may become one op."""
 
-
-class _Proof:
     def __init__(self, motion: Motion, site: AttentionSite) -> None:
         self.motion, self.aliases, self.site = motion, motion.aliases, site
 
@@ -221,20 +220,20 @@ class _Proof:
 
     def _touched(self) -> list[Node]:
         site = self.site
-        return [*site.rows, site.positions, *site.caches, *filter(None, (site.mask, site.sinks))]
+        return [*site.rows, site.positions, *site.caches, *site.read]
 
     def _query_is_used_elsewhere(self) -> Refusal | None:
         other = next((user for user in self.site.write.users if user is not self.site.attention), None)
         return None if other is None else Refusal(f"the rotated query is also {used_by(other)}")
 
     def _unfit(self) -> Refusal | None:
-        _, keys, values, _, _, is_causal, *_ = _arguments(self.site.attention)
-        if (keys, values) != self.site.caches:
+        given = arguments(self.site.attention)
+        if (given["key"], given["value"]) != self.site.caches:
             return Refusal("attention reads other caches than those that are written")
-        if is_causal:
+        if given["is_causal"]:
             return Refusal("attention is causal, which a cache is not meant for")
         q, at = (each.meta["val"] for each in (self.site.rows[0], self.site.positions))
-        if q.dim() != 4 or canonical_dim(_arguments(self.site.write)[8], 4) != 2:
+        if q.dim() != 4 or canonical_dim(argument(self.site.write, "dim"), 4) != 2:
             return Refusal("the caches are not written along the third of four dimensions")
         if not known_equal(q.shape[2], 1) or not known_equal(at.shape[0], 1):
             return Refusal("there is, or may be, more than one token")

@@ -36,6 +36,7 @@ from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
 from graphex.rewrite.base import GraphPass, Motion, Read, Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
+from graphex.torch_private.graphs import is_erased
 
 aten, ops = torch.ops.aten, torch.ops.graphex
 
@@ -94,7 +95,7 @@ class _Joiner:
                     self._try(ONE, rotary, [key])
 
     def _key_write(self, rotary: Rotary) -> RowWrite | None:
-        """The write that is all there is to do with the key; None, and a refusal if it is almost that."""
+        """The write that is the only use of the rotated key; None otherwise, with a refusal if a use is nearly one."""
         rotated = rotary.rotated_key
         users = [user for each in rotated.users for user in self._through_view(rotated, each)]
         found = [write for write in map(row_write, users) if write is not None and write.rows is rotated]
@@ -120,7 +121,7 @@ class _Joiner:
             return None
         index = self.place[key.node]
         near = [self.writes[at] for at in (index + 1, index - 1) if 0 <= at < len(self.writes)]
-        for write in (row_write(node) for node in near if not node._erased):
+        for write in (row_write(node) for node in near if not is_erased(node)):
             if write is not None and write.is_beside(key) and write.rows not in keys:
                 return write
         return None
@@ -251,9 +252,9 @@ COPIES = frozenset({aten.index_copy.default, aten.index_put.default, aten.slice_
 class RowWrite:
     """`node` writes `rows` into `cache`, along `dim`, at `positions` (None: `cache` is a window that they fill).
 
-    `given` is what it is given: the rows, or a view of them without leading dimensions of size 1, which torch drops
-    where a tensor is assigned to an index. `one_for_each`: the op itself refuses to run unless there is one position
-    for each row, so that two sizes that differ in symbols are the same number wherever it runs.
+    `given` is the write's own argument: the rows, or a view of them without leading dimensions of size 1, which torch
+    drops where a tensor is assigned to an index. `one_for_each`: the op refuses to run unless there is one position for
+    each row, so that two sizes that differ in symbols are the same number wherever it runs.
     """
 
     node: Node
@@ -341,10 +342,12 @@ class Rotary:
 
 def why_not(motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> Refusal | None:
     """Why the key, and the value if there are two writes, may not be written by one op at the last of the writes."""
-    return next(filter(lambda refusal: refusal is not None, _Proof(motion, rotary, writes).checks()), None)
+    return next(filter(lambda refusal: refusal is not None, WriteProof(motion, rotary, writes).checks()), None)
 
 
-class _Proof:
+class WriteProof:
+    """The proof that a rotated key, or a key and a value, may be written by one op at the last of the writes."""
+
     def __init__(self, motion: Motion, rotary: Rotary, writes: list[RowWrite]) -> None:
         self.motion, self.aliases = motion, motion.aliases
         self.rotary, self.writes = rotary, writes

@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis import node_line
+from graphex.analysis.graphs import arguments, given_arguments, positional
 from graphex.ops.experts import FEW
 from graphex.passes.experts import called, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
@@ -31,6 +32,8 @@ from graphex.rewrite.metadata import inherit_all
 
 aten = torch.ops.aten
 experts, route = torch.ops.graphex.experts.default, torch.ops.graphex.route.default
+routed = torch.ops.graphex.routed_experts.default
+_BETWEEN = ("bias", "groups", "top_groups", "experts", "weights")  # arguments that one op for both does not take
 
 
 class LiftRouters(IdiomPass):
@@ -48,10 +51,10 @@ class LiftRouters(IdiomPass):
         if (clamp := router.clamp) is not None:
             clamp.replace_all_uses_with(clamp.args[0])
             graph.erase_node(clamp)
-        nodes = [node for node in graph.nodes if node in router.inner]
+        nodes = sorted(router.inner)
         line = node_line(nodes[-1])
-        with graph.inserting_before(next(node for node in graph.nodes if node in router.ends)):
-            new = graph.call_function(torch.ops.graphex.route.default, router.arguments)
+        with graph.inserting_before(min(router.ends)):
+            new = graph.call_function(route, router.arguments)
             parts = [graph.call_function(operator.getitem, (new, at)) for at in range(2)]
         new.meta["val"] = tuple(old.meta["val"] for old in router.ends)
         for part, old in zip(parts, router.ends, strict=True):
@@ -79,9 +82,9 @@ class JoinRouters(IdiomPass):
         self.lift(work, ((node, site if (why := site.refusal()) is None else why) for node, site in found))
 
     def replace(self, work: Work, site: JoinedRouter) -> None:
-        graph, nodes = work.graph, [node for node in work.graph.nodes if node in site.inner]
+        graph, nodes = work.graph, sorted(site.inner)
         with graph.inserting_before(site.mixture):
-            new = graph.call_function(torch.ops.graphex.routed_experts.default, site.arguments, site.mixture.kwargs)
+            new = graph.call_function(routed, site.arguments)
         new.meta["val"] = site.mixture.meta["val"]
         inherit_all(new, nodes)
         line, names = node_line(site.mixture), [node.name for node in nodes]
@@ -106,23 +109,18 @@ class JoinedRouter:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        logits, _, *how = self._choice
-        return (self.mixture.args[0], logits, *how[:6], *self.mixture.args[3:])
-
-    @property
-    def _choice(self) -> tuple[Any, ...]:
-        """The arguments of the choice, defaults filled in."""
-        given = self.choice.args
-        return (*given, *(False, 0.0, 1.0, 1, 1)[len(given) - 5 :])
+        """The arguments of the op that does both."""
+        taken = arguments(self.choice) | given_arguments(self.mixture)
+        return positional(routed, {name: value for name, value in taken.items() if name not in _BETWEEN})
 
     def refusal(self) -> Refusal | None:
-        logits, bias, top_k, *_, groups, _ = self._choice
-        value = logits.meta["val"]
-        if bias is not None or groups > 1:
+        how = arguments(self.choice)
+        value = how["logits"].meta["val"]
+        if how["bias"] is not None or how["groups"] > 1:
             return Refusal("its experts are chosen with a correction, or in groups")
         if value.dtype not in (torch.float16, torch.bfloat16):
             return Refusal(f"its logits are {value.dtype}, not 16-bit numbers")
-        if not isinstance(value.shape[0], int) or value.shape[0] * top_k > FEW:
+        if not isinstance(value.shape[0], int) or value.shape[0] * how["top_k"] > FEW:
             return Refusal(f"it may have more than {FEW} pairs of a token and an expert")
         return why_not_alone(self.inner, self.mixture)
 

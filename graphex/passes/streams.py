@@ -139,7 +139,7 @@ class AddingEvents(Walk):
 
 
 class _Schedule(AddingEvents):
-    """The same for a graph as the user's program has it: a write that nothing orders is refused."""
+    """Adds missing events to the graph of a user's program. A write that nothing orders is refused."""
 
     def __init__(self, work: Work, rule: str) -> None:
         super().__init__(work.graph, None)
@@ -231,7 +231,7 @@ _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 
 @dataclass(frozen=True)
 class Branch:
-    """Work that can be put on another stream, where it meets the rest again, and what is expected of it."""
+    """Work that can be put on another stream, the node that joins it with the rest, and the time it may save."""
 
     nodes: frozenset[Node]
     meets: Node

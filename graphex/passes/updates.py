@@ -1,4 +1,4 @@
-"""How functionalisation writes an update of an input down: the new value, traced back to the input it came from.
+"""Updates of inputs as functionalisation writes them: the new value, traced back to the input it came from.
 
     x[2:4].add_(k)      s = slice(x, 0, 2, 4); a = add(s, k); new = slice_scatter(x, a, 0, 2, 4);    copy_(x, new)
     x.t().mul_(2)       t = transpose(x, 0, 1); m = mul(t, 2); new = transpose(m, 0, 1);             copy_(x, new)
@@ -241,7 +241,7 @@ def _turns_back(inner: Any, outer: Node) -> bool:
 
 
 def note_program_writes(
-    graph: Graph, *, has_out: bool = False, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
+    graph: Graph, *, has_out: bool, exact: bool = False, is_own: Callable[[Node], bool] = lambda node: False
 ) -> None:
     """Note on each input when the program wrote to it, and which nodes are the input after such a write.
 
@@ -287,7 +287,9 @@ def _writes(epilogue: Node, program: TracedProgram, *, only_last: bool, exact: b
 
 
 def why_seen(work: Work, chain: Chain) -> tuple[Refusal, Update] | None:
-    """A node that may raise and leave the input of a chain in a state that it never had there in the program."""
+    """Why an exception could show, and the update that lets it: a node may raise while the input has a value that it
+    never had there in the user's program. None if none does.
+    """
     writes = writes_to(chain.target) or NO_WRITES
     starts = [work.aliases.position(reinplace.call_of(step)) for step in chain.steps]
     ends = [*(start + 1 for start in starts[1:]), work.aliases.position(chain.epilogue)]  # a write raises before it is

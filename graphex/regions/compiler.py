@@ -3,8 +3,7 @@
 The key of a region is its structure, the sizes, strides, types and devices of its values, and the configuration. It is
 blind to names: of 32 layers that are equal, one is compiled.
 
-CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does. On a terminal a
-line says what is compiled, from `PATIENCE` seconds on.
+CUDA graphs stay graphex's. With `region_numerics="eager"` Inductor is asked to round where eager does.
 
 In a trial, compiled code is timed against the same nodes as single kernels, and stays if it is no slower. On a GPU both
 are captured as device graphs, as they will run, and the choice is stored as those of tiles are (`kernels.tuning`).
@@ -21,11 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -39,8 +35,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from graphex import env
+from graphex.analysis import known_equal
 from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
+from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
 from graphex.regions.members import (
@@ -59,12 +57,11 @@ from graphex.torch_private.inductor import (
     without_inductor,
     wrapping_integers,
 )
-from graphex.torch_private.symbolic import FakeTensor, FakeTensorMode, hint_of, pytree
+from graphex.torch_private.memory import extent
+from graphex.torch_private.symbolic import hint_of, mode_of
 
 MM = torch.ops.aten.mm.default
 
-Boxed = Callable[[list[Any]], Any]
-PATIENCE = 2.0
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
@@ -76,11 +73,12 @@ LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second produc
 class RegionCode:
     """Inductor's code for a region: a function that takes a list and empties it, its source, and the time it took.
 
-    `split_products` counts those of odd width that are computed in two parts. `autotuned`: it was asked to try several
-    kernels for each product and convolution, and keep the fastest; `tuned` and `untuned` are the seconds of a call of
-    such code and of the usual code, 0 where they were not compared. `inlined` are fused ops that it was given the
-    formula of. `stored` is Inductor's own object for it, which can be stored; None if the function is more than that.
-    `is_awaited`: there is none yet, and the nodes run one by one.
+    `inlined`          fused ops that Inductor compiled from their formula
+    `stored`           Inductor's own object for the code, which can be stored; None if `run` does more than call it
+    `is_awaited`       there is no code yet, and the nodes run one by one
+    `autotuned`        Inductor has tried several kernels for each product and convolution, and kept the fastest
+    `split_products`   products of odd width that are computed in two parts
+    `tuned`, `untuned` seconds of a call with autotuning and of one without; 0 where they were not compared
     """
 
     run: Boxed
@@ -97,7 +95,11 @@ class RegionCode:
 
     @property
     def launches(self) -> int:
-        """How many launches of the kernels that Inductor wrote a call makes."""
+        """How often a call launches kernels that Inductor wrote.
+
+        Counted in the text of the code, as `name.run(` and `name(`, at least once for each kernel: Inductor says how
+        many kernels it made, and not how often it calls them.
+        """
         counts = ((self.source.count(f"{name}.run("), self.source.count(f"{name}(")) for name in self.kernels)
         return sum(max(1, *each) for each in counts)
 
@@ -142,7 +144,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
 
 
 def as_usual(patches: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without that which has Inductor try kernels."""
+    """The configuration without the settings that make Inductor try several kernels."""
     return {name: value for name, value in patches.items() if name not in AUTOTUNING}
 
 
@@ -158,7 +160,9 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     formulas = inlined_ops(body.graph)
     odd = [node for node in body.graph.find_nodes(op="call_function", target=MM) if is_odd_product(node)]
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
-    whole, made = inductor_compile(body, inputs, _fake_mode(body), patches, traced)
+    mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
+    assert mode is not None
+    whole, made = inductor_compile(body, inputs, mode, patches, traced)
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
@@ -178,7 +182,7 @@ def _is_on_gpu(inputs: Sequence[Any]) -> bool:
 
 
 def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Ops that Inductor is given others for: it would be wrong near zero, in its sign, its last bit, or if large."""
+    """Replacements for ops that Inductor computes wrongly: near zero, in the sign or last bit, or for large numbers."""
     called = [node for node in body.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     rounding = {node.target for node in called if _rounded_numbers(node.target, node.args, node.kwargs)}
     return {op: SPELLINGS[op] for node in called if (op := node.target) in SPELLINGS} | {
@@ -214,12 +218,12 @@ def _rounded_numbers(
 
 
 def _negated(x: Tensor) -> Any:
-    """Triton subtracts from 0, so that the negative of 0 would be 0."""
+    """-x as a product: Triton subtracts from 0, so that the negative of 0 would be 0."""
     return x * -1.0 if x.dtype.is_floating_point else NotImplemented
 
 
 def _divided(x: Tensor, by: Any) -> Any:
-    """On a GPU eager multiplies by the reciprocal of a number: another last bit, which shows once it is rounded."""
+    """x / by as eager computes it on a GPU, times the reciprocal: another last bit, which shows once it is rounded."""
     is_plain = isinstance(by, (int, float)) and not x.dtype.is_complex
     if x.device.type != "cuda" or not is_plain or not (x.dtype.is_floating_point or _default_is_float32()):
         return NotImplemented
@@ -243,7 +247,7 @@ def _power(x: Tensor, exponent: Any) -> Any:
 
 
 def _clamped(x: Tensor, least: Any = None, most: Any = None) -> Any:
-    """C++ code takes the larger of 0 and -0 for 0, where eager on a CPU leaves the -0."""
+    """The clamped tensor by comparisons: C++ code takes the larger of 0 and -0 for 0, and eager leaves the -0."""
     has_sign = x.dtype.is_floating_point or isinstance(least, float) or isinstance(most, float)
     if x.device.type != "cpu" or not has_sign or (least != 0 and most != 0):
         return NotImplemented
@@ -277,7 +281,7 @@ def _bounded(x: Tensor, most: Any) -> Any:
 
 
 def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
-    """On a CPU eager multiplies by the number first: what is too large then is infinite, whatever comes behind it."""
+    """x + value * a * b as eager computes it on a CPU, the number first: a product that is too large stays infinite."""
     if x.device.type != "cpu" or not x.dtype.is_floating_point or value == 1:
         return NotImplemented
     floats = [each for each in (x, a, b) if each.dtype.is_floating_point]
@@ -285,8 +289,36 @@ def _added_product(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
     return x + (a.to(reduce(torch.promote_types, deciding)) * value) * b
 
 
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """A concatenation that Inductor would make of one part: contiguous and in the type of all parts, as eager's.
+
+    Inductor keeps the strides of a part that is repeated or the only one with elements, and forgets the type of the
+    others. A cache of transformers begins with `cat([empty, keys.transpose(1, 2)])`.
+    """
+    parts = [each for each in tensors if not _is_left_out(each, dim)]
+    first = parts[0] if parts else None
+    if first is None or (len(tensors) == 1 and first.dim() > 3):  # which may be in channels last, and stay so
+        return NotImplemented
+    if all(each is first for each in parts):
+        dim %= first.dim()
+        sizes = [len(parts) * size if place == dim else size for place, size in enumerate(first.shape)]
+        rows = first.unsqueeze(dim).expand(*first.shape[:dim], len(parts), *first.shape[dim:])
+        whole = rows.clone(memory_format=torch.contiguous_format).view(sizes)
+    elif len(parts) < len(tensors):
+        whole = torch.cat(parts, dim)
+    else:
+        return NotImplemented
+    return whole.to(reduce(torch.promote_types, (each.dtype for each in tensors)))
+
+
+def _is_left_out(part: Tensor, dim: int) -> bool:
+    """Whether a part adds nothing: it has no elements along this dimension, or is a list of none beside any rank."""
+    return known_equal(part.shape[0 if part.dim() == 1 else dim], 0)
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.addcmul.default: _added_product,
+    torch.ops.aten.cat.default: _joined,
     torch.ops.aten.celu.default: _celu,
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_max.default: _bounded,
@@ -335,42 +367,6 @@ def _is_odd(x: Any, w: Any = None) -> bool:
     return is_aligned and width % ALIGNED != 0 and rows >= MANY_ROWS and depth * width >= LARGE_WEIGHT
 
 
-_shown_by: list[Callable[[str], None]] = []  # of the process: a script may compile in a thread of its own
-
-
-@contextmanager
-def progress_to(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell `say` what is compiled while the block runs: a command with a line of progress shows it there."""
-    _shown_by.append(say)
-    try:
-        yield
-    finally:
-        _shown_by.remove(say)
-
-
-@contextmanager
-def shown_on_terminal() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal about what is going on, from `PATIENCE` seconds on. Yields a function that is told."""
-    if _shown_by:
-        yield _shown_by[-1]
-        return
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    status = Console(stderr=True).status("")
-    begin = threading.Timer(PATIENCE, status.start)
-    begin.daemon = True
-    begin.start()
-    try:
-        yield lambda text: status.update(f"graphex: {text}")
-    finally:
-        begin.cancel()
-        begin.join()
-        status.stop()
-
-
 def launches(body: GraphModule, code: RegionCode) -> int:
     """How many kernels a region launches: those that Inductor wrote, and the ops that it calls as they are."""
     if code.is_awaited:
@@ -381,10 +377,9 @@ def launches(body: GraphModule, code: RegionCode) -> int:
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:
     """Whether Inductor was given a graph with the region's own inputs and outputs, one for one."""
-    nodes = list(graph.graph.nodes)
-    returned = nodes[-1].args[0] if nodes and nodes[-1].op == "output" else ()
-    taken = sum(node.op == "placeholder" for node in nodes)
-    return taken == inputs and isinstance(returned, (list, tuple)) and len(returned) == outputs
+    taken, ends = (graph.graph.find_nodes(op=op) for op in ("placeholder", "output"))
+    returned = ends[0].args[0] if ends else ()
+    return len(taken) == inputs and isinstance(returned, (list, tuple)) and len(returned) == outputs
 
 
 def _kernel_names(source: str) -> tuple[str, ...]:
@@ -393,13 +388,8 @@ def _kernel_names(source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name, rest in lines if name.isidentifier() and not rest.startswith("wait")))
 
 
-def _fake_mode(body: GraphModule) -> FakeTensorMode:
-    values = pytree.tree_leaves([node.meta.get("val") for node in body.graph.nodes])
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-
 def region_key(body: GraphModule, patches: dict[str, Any]) -> Hashable:
-    """Equal for two graphs that Inductor compiles to the same code."""
+    """A key that is equal for two graphs that Inductor compiles to the same code."""
     return _rows(body), tuple(sorted((name, repr(value)) for name, value in patches.items()))
 
 
@@ -482,7 +472,9 @@ def _on_gpu(body: GraphModule, code: RegionCode, key: Hashable, device: torch.de
 
 
 def faster(body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashable, device: torch.device) -> RegionCode:
-    """Of two codes for a region the faster one: the tuned one has to be, unless that cannot be measured."""
+    """The faster of two codes for a region. The tuned one must win the measurement; where nothing can be measured it is
+    taken.
+    """
     with torch.no_grad():
         compare = _compared_on_cpu if device.type == "cpu" else _compared_on_gpu
         untuned, seconds = compare(body, usual, tuned, key, device)
@@ -544,7 +536,7 @@ def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
 
 @dataclass
 class Timed:
-    """A function, and of each call the seconds that passed, and those that threads of this process had a core."""
+    """A function, and for each call the seconds that passed and those in which threads of this process had a core."""
 
     run: Callable[[], object]
     seconds: list[float] = field(default_factory=list)
@@ -615,8 +607,7 @@ def _number(value: Any) -> Any:
 
 def _extent(value: Tensor) -> int:
     """How many elements of memory a tensor reaches over."""
-    pairs = [(hint_of(size, 1), hint_of(step, 1)) for size, step in zip(value.shape, value.stride(), strict=True)]
-    return 0 if any(not size for size, _ in pairs) else 1 + sum((size - 1) * step for size, step in pairs)
+    return extent(*([hint_of(each, 1) for each in sizes] for sizes in (value.shape, value.stride())))
 
 
 def _like(value: Tensor) -> Tensor:

@@ -15,20 +15,20 @@ A region of equal layers is cut between them, so that one of them is compiled an
 
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
-It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that it would have
-written ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the
-kernel before it writes if both are in one region. Nor is a place with a value across it that does not lie in memory row
-by row: its strides are eager's, and inside of a region Inductor would choose better ones. Of the other places the one
-is taken that parts the fewest bytes of what one kernel would compute, then the one with the fewest values across it,
-and then the one where these are written without a cut too:
+It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that Inductor would
+write ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the kernel
+before it writes if both are in one region. Of these places that one is taken which the fewest values cross that are not
+contiguous (their strides are eager's, and inside of a region Inductor would choose better ones). Next count the bytes
+that one kernel would both make and read, then the values across, then those of them that are not written without a cut:
 
     add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
     add; mm(time); norm(add); | mm(norm)        parts nothing
 
 Segments are in the graph's order, so that each depends on earlier ones alone.
 
-What a region would compute for later ones alone, from nothing of its own, is left to these (`sunk`). In a backward that
-is what is computed again, such as the activations of all layers, and casts of gradients that are used much later:
+A node that only later regions read, and that reads nothing of its own region, moves to the first of its readers
+(`sunk`). In a backward these are values that are computed again, such as the activations of all layers, and casts of
+gradients that are used much later:
 
     before:  ...; t = tanh(saved)  |  g = mm(...); tanh_backward(g, t)        t would be written to memory
     after:   ...  |  t = tanh(saved); g = mm(...); tanh_backward(g, t)
@@ -67,7 +67,8 @@ SHARE = 4  # with fewer of them than that, one kernel in so many has to be of th
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """A region to be: its nodes, what they return, and the views of results that are made outside.
+    """A region to be: its nodes, what they return, the views of results that are made outside, and the sizes that it
+    is called with.
 
     `body` is a graph of copies, which the compiler is given and which runs wherever compiled code cannot.
     """
@@ -75,6 +76,7 @@ class RegionPlan:
     nodes: list[Node]
     outputs: list[Node]
     views: list[Node]
+    sizes: list[Node]
     body: GraphModule
     contract: RegionContract
 
@@ -136,7 +138,10 @@ def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: 
 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
-    """Compiling takes seconds: a step whose kernels are nearly all fused ops, or library calls, gains nothing by it."""
+    """Why a graph is not worth the seconds that compiling takes; empty if it is.
+
+    A step gains nothing if its kernels are nearly all fused ops or library calls.
+    """
     generated = sum(sum(map(is_generated, nodes)) for nodes in partitions if _is_worth_it(nodes))
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
@@ -148,21 +153,30 @@ def _is_worth_it(nodes: list[Node]) -> bool:
     return sum(map(is_generated, nodes)) >= FEWEST or any(map(is_formula, nodes))
 
 
-def _taken(nodes: list[Node]) -> list[Node]:
-    """The values that a region is called with: all that it reads, except for graphs, which it has inside, and the sizes
-    that those of its values are made of. Of a value of 2 * s rows nothing else would say what s is.
+def _read(nodes: list[Node]) -> list[Node]:
+    """The values that a region reads; graphs are not among them, which it has inside."""
+    return [value for value in values_from_outside(nodes) if not is_body(value)]
+
+
+def _sizes_taken(nodes: list[Node], read: list[Node]) -> list[Node]:
+    """The symbols in the sizes of a region's values, which it is called with besides the values.
+
+    A value of 2 * s rows does not say what s is, and Inductor may need s itself: for the numbers of a batch norm that
+    trains, for one.
     """
-    read = [value for value in values_from_outside(nodes) if not is_body(value)]
-    if unknown := _unknown_symbols(nodes, read):
-        read += [size for size in nodes[0].graph.find_nodes(op="placeholder") if _symbol(size) in unknown]
-    return read
+    symbols = _symbols([*nodes, *read])
+    given = nodes[0].graph.find_nodes(op="placeholder") if symbols else []
+    return [size for size in given if _symbol(size) in symbols and size not in read]
 
 
 def _unknown_symbols(nodes: list[Node], taken: list[Node]) -> set[Any]:
     """The symbols in sizes of a region's values that are no size of what it takes."""
-    sizes = [size for node in (*nodes, *taken) for size in _sizes(node)]
-    found = {symbol for size in sizes for symbol in expression_of(size).free_symbols}
+    found = _symbols([*nodes, *taken])
     return found.difference(map(symbol_of, (size for node in taken for size in _sizes(node)))) if found else found
+
+
+def _symbols(nodes: list[Node]) -> set[Any]:
+    return {symbol for node in nodes for size in _sizes(node) for symbol in expression_of(size).free_symbols}
 
 
 def _sizes(node: Node) -> list[torch.SymInt]:
@@ -181,7 +195,9 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     inside = set(nodes)
     outputs, views = _returned(nodes, inside)
     graphs = [value for value in values_from_outside(nodes) if is_body(value)]
-    taken = _taken(nodes)
+    read = _read(nodes)
+    sizes = _sizes_taken(nodes, read)
+    taken = [*read, *sizes]
     if _unknown_symbols(nodes, taken):
         return Refusal("a size of its values is made of sizes that the graph is not given", nodes[0])
     body, _ = extract(gm, [*graphs, *nodes], taken, tuple(outputs), "Region")
@@ -191,7 +207,7 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     own = [number for places in contract.allocates for number in places]
     if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
         return Refusal("its results share memory with each other or with what it takes", nodes[0])
-    return RegionPlan(nodes, outputs, views, body, contract)
+    return RegionPlan(nodes, outputs, views, sizes, body, contract)
 
 
 def _returned(nodes: list[Node], inside: set[Node]) -> tuple[list[Node], list[Node]]:
@@ -228,7 +244,7 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     """
     graph = gm.graph
     with graph.inserting_after(plan.nodes[-1]):
-        call = graph.call_module(name, tuple(_taken(plan.nodes)))
+        call = graph.call_module(name, (*_read(plan.nodes), *plan.sizes))
     call.meta["val"] = tuple(output.meta.get("val") for output in plan.outputs)
     stands_for: dict[Node, Node] = {}
     place = call
@@ -275,18 +291,18 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _followed(graph: Graph) -> frozenset[Node]:
-    """Nodes that others wait for without reading them: they write to what these have read, or what these may raise
-    has to be raised before.
+    """Nodes that others wait for without reading them: the others write to memory that these read, or have to come
+    after an exception that these may raise.
     """
     before = dependencies(graph, Aliases(graph))
     return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
 
 
-def sunk(segments: list[list[Node]], followed: Collection[Node] = ()) -> list[list[Node]]:
-    """Regions to be, in an order in which they can run, whose nodes stand where they are first read.
+def sunk(segments: list[list[Node]], followed: Collection[Node]) -> list[list[Node]]:
+    """The segments with each node in the one that reads it first, in an order in which they can run.
 
-    A node moves if it reads nothing that stays behind, or makes more bytes than it reads. One that is `followed` stays,
-    because others have to come behind it. The parts of a tuple stay with it: what a region takes are tensors.
+    A node moves if all that it reads of its own segment moves too, or if it makes more bytes than it reads. A node in
+    `followed` stays, because others must run after it. Parts of a tuple stay with it: regions take only tensors.
     """
     place: dict[Node, int] = {}
     for number, nodes in enumerate(segments):
@@ -366,7 +382,7 @@ def _equally_far(at: Sequence[int], kinds: list[Hashable]) -> tuple[int, int, in
 
 
 def _kind(node: Node) -> Hashable:
-    """Equal for nodes that do the same to values of the same layout, whichever these are."""
+    """A key that is equal for nodes that do the same to values of one layout."""
     literals = map_arg((node.args, dict(node.kwargs)), lambda value: None)
     return str(node.target), repr(literals), layout_key(node.meta.get("val"))
 
@@ -382,8 +398,10 @@ def _is_called(node: Node) -> bool:
 
 
 class Across(NamedTuple):
-    """Values that are made before a place and read from it on: how many do not lie in memory row by row, the bytes that
-    one kernel would make and read, how many there are, and how many Inductor would compute again rather than write.
+    """The values that cross a place where a region may be cut, as numbers of which less is better, the first most.
+
+    `odd`: how many are not contiguous. `parted`: the bytes that one kernel would both make and read. `values`: how many
+    there are. `computed`: how many Inductor would compute again rather than write.
     """
 
     odd: int
@@ -430,9 +448,9 @@ def _bytes(node: Node) -> int:
 
 
 def _read_by_the_same_kernel(nodes: list[Node]) -> dict[Node, int]:
-    """For each value that code reads which could be a part of the kernel that makes it, the place of the last of that.
+    """For each value, the place of its last reader that could be a part of the kernel that makes the value.
 
-    It could be if as many calls of other kernels come before the one as before the other, on the longest way to each.
+    A reader could be if as many calls of other kernels come before it as before the value, on the longest way to each.
     """
     calls: dict[Node, int] = {}
     source: dict[Node, Node] = {}  # what a view looks at

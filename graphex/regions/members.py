@@ -2,8 +2,9 @@
 
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. What
-may raise because of indices that the region is given can be inside: it looks at them before it runs (`Lookup`).
+does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. An op
+that can raise only because of indices that are inputs of the region may be a member: the region checks these before it
+runs (`Lookup`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from graphex.analysis.effects import (
 from graphex.analysis.shapes import known_range
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
-from graphex.torch_private.symbolic import free_unbacked_symbols, pytree
+from graphex.torch_private.symbolic import FakeTensor, free_unbacked_symbols, pytree
 
 aten = torch.ops.aten
 
@@ -97,6 +98,13 @@ _SAME_ELEMENTS = frozenset(
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
+# Norms, whose statistics Inductor returns in the type of what is normalised.
+_NORMS = frozenset(
+    {
+        *(aten.native_group_norm, aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit),
+        *(aten._native_batch_norm_legit_functional, aten._batch_norm_with_update_functional),
+    }
+)
 # What eager does with a number beside tensors of 16 bits: as a rule it rounds the number to their type.
 _COMPARE = frozenset({aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge})
 _ADD = frozenset({aten.add, aten.sub, aten.rsub})
@@ -110,7 +118,7 @@ _MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
 _ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 
 
-def why_outside(node: Node, device: torch.device, kept: frozenset[str] = frozenset()) -> str:
+def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
     """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
     op = operator_of(node)
     if op is None and not is_formula(node):
@@ -134,9 +142,10 @@ def _why_not_wrapped(formula: Node) -> str:
 
 
 def computed_indices(score: Graph) -> list[tuple[Node, int, Any]]:
-    """The indices of a score that may be negative: what reads by them, their place, and the size.
+    """The indices in a score that may be negative: the node that reads by them, their place, and the size there.
 
-    Those of a pair, which a score is given behind its value, and a mask as they are, may not.
+    The four indices of a pair (batch, head, query, key) are never negative. A score gets them after its value; a mask
+    gets them alone.
     """
     given = score.find_nodes(op="placeholder")
     first = int(given[0].meta["val"].dtype.is_floating_point)
@@ -184,10 +193,10 @@ View = tuple[torch._ops.OpOverload, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Lookup:
-    """Indices that have to lie in a range, so that reading by them does not raise on a CPU.
+    """A check that indices, an input of the region, lie in a range, so that reading by them does not raise on a CPU.
 
-    They are an input, seen through views, up to the last one that leaves elements out: an operator, and its other
-    arguments.
+    `views` lead from the input to the indices in use: operators, and their other arguments, up to the last one that
+    leaves elements out.
     """
 
     given: Node
@@ -197,8 +206,9 @@ class Lookup:
 
 
 def lookups_of(node: Node) -> list[Lookup] | None:
-    """The indices that a region looks at before it runs, because a node reads by them; None if they are not known then,
-    or if the node does something else.
+    """The index checks that a region makes before it runs, for a node that reads by indices.
+
+    None if the indices are not known by then, or for any other node.
     """
     op = operator_of(node)
     if op is None or op not in _READS_BY:
@@ -266,16 +276,18 @@ def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:
-    """Everything that it reads and makes has to be dense, of a usual type, of a known size, and on the device; parts of
-    a result that nothing reads, such as the seed of attention without dropout, need not.
+    """Why the values of a node do not fit: each has to be dense, of a usual type, of a known size, and on the device.
+    Parts of a result that nothing reads, such as the seed of attention without dropout, need not.
     """
     for value in _values((_read_of(node), [each.meta.get("val") for each in node.all_input_nodes])):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             if free_unbacked_symbols(value):
                 return "a size depends on data"
             continue
-        if value.layout != torch.strided or value.dtype not in _DTYPES or type(value).__name__ != "FakeTensor":
+        if value.layout != torch.strided or value.dtype not in _DTYPES or not isinstance(value, FakeTensor):
             return f"a value of it is no plain dense tensor of a usual type ({value.dtype})"
+        if value.is_neg():
+            return "a value of it is marked as negative, and Inductor reads memory as it is"
         if value.device != device and (value.dim() or value.device.type != "cpu" or moves_between_devices(node)):
             return f"a value of it is on {value.device}"
         if free_unbacked_symbols(value):
@@ -356,6 +368,10 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
         return "Inductor gives it the type of its first argument"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
+    if op in _NORMS and read & _WIDENED and torch.float32 in _types_of_read(node, (1, 2)):
+        return "Inductor rounds its statistics to 16 bits, and eager keeps them in float32"
+    if op is aten.native_group_norm_backward and len(read) > 1 and _WIDENED & _types_of_read(node, (0,)):
+        return "Inductor's derivative of a group norm of mixed types is float32"
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if op is aten.sum and dtype == torch.bool:
         return "Inductor's C++ code for a sum that is a boolean does not compile"
@@ -374,6 +390,12 @@ def _why_not_in_triton(node: Node, op: torch._ops.OpOverloadPacket) -> str:
 
 def _types_read(node: Node) -> set[torch.dtype]:
     return {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), Tensor)}
+
+
+def _types_of_read(node: Node, places: tuple[int, ...]) -> set[torch.dtype]:
+    """The types of those of a node's results, by their places, that are read."""
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return {node.meta["val"][place].dtype for place in places if place in read}
 
 
 def _why_not_narrow(node: Node, op: torch._ops.OpOverloadPacket, kind: str) -> str:

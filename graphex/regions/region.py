@@ -11,7 +11,8 @@ over (`laid_out_by_caller`). Of `zeros + x` Inductor returns x itself: such a re
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
 the one that eager would stop at raises.
 
-A region from the cache has no graph until something asks for it: what it promises is known without (`Promises`).
+A region from the cache builds its graph only on demand; `Promises` holds the layouts of its inputs and results until
+then.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
 from graphex.regions.members import Lookup, are_in_range, lookups_of
+from graphex.torch_private.memory import extent, storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
 Symbols = dict[Any, int]
@@ -60,7 +62,11 @@ def lay_out(target: Tensor, value: Tensor) -> Tensor:
 
 
 class _Asked(threading.local):
-    """The results that the program which this thread captures lays out itself, and those that were left to it."""
+    """A request of the program that this thread captures.
+
+    `results`: outputs of regions that the program copies into their strides itself. `left`: those of them that regions
+    have left to it.
+    """
 
     def __init__(self) -> None:
         self.results: frozenset[tuple[Region, int]] = frozenset()
@@ -72,7 +78,9 @@ _asked = _Asked()
 
 @contextmanager
 def laid_out_by_caller(results: frozenset[tuple[Region, int]]) -> Iterator[list[Unlaid]]:
-    """Results of regions, by their place, that the caller copies, if they come in strides that are not the graph's."""
+    """Inside, regions leave these of their results to the caller to copy into the graph's strides, where they have
+    others. Yields the results that were left.
+    """
     before = _asked.results, _asked.left
     left: list[Unlaid] = []
     _asked.results, _asked.left = results, left
@@ -97,7 +105,7 @@ class Layout(NamedTuple):
 
 
 class Promises(NamedTuple):
-    """What the graph of a region says about its inputs and its results. An input is a number where it is no tensor."""
+    """The layouts of a region's inputs and results, as its graph has them. An input that is no tensor is a number."""
 
     inputs: tuple[Layout | Any, ...]
     results: tuple[Layout, ...]
@@ -132,10 +140,10 @@ def _expression(value: Any) -> Any:
 
 
 class Region(torch.nn.Module):
-    """`body` is the graph it stands for, or makes it; `line` is where its first node comes from.
+    """A module that runs the code of a region. `body` is the region's graph, or a function that builds it.
 
-    `report` is told, once, why the body runs instead of compiled code: what happened, the reason, the line. With
-    `promises`, the body reads by no indices that are looked at.
+    `line` is the source line of the first node. `report` is called once if the body runs instead of compiled code, with
+    the event, its reason and the line. With `promises` the body needs no index checks.
     """
 
     def __init__(
@@ -247,6 +255,12 @@ class Region(torch.nn.Module):
         return {symbol: read(given[place]) for symbol, place, read in self._known}
 
 
+def region_called(gm: GraphModule, node: Node) -> Region | None:
+    """The compiled region that a node calls; None for every other node."""
+    found = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return found if isinstance(found, Region) else None
+
+
 def _lookups(body: GraphModule) -> list[Lookup]:
     """The indices that are looked at before a call."""
     read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
@@ -266,13 +280,13 @@ def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: 
 
 
 def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
-    """The places of results that share memory with an input or an earlier result: later passes rely on it that none
-    does. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
+    """The places of results that share memory with an input or an earlier result; later passes rely on there being
+    none. Storages are compared, not addresses: a first call without elements has none, and a later one may have them.
     """
-    seen = {value.untyped_storage()._cdata for value in given if isinstance(value, Tensor)}
+    seen = {storage_key(value) for value in given if isinstance(value, Tensor)}
     places = set()
     for place, result in enumerate(results):
-        memory = result.untyped_storage()._cdata
+        memory = storage_key(result)
         if memory in seen:
             places.add(place)
         seen.add(memory)
@@ -280,15 +294,15 @@ def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:
 
 
 def _is_on(device: torch.device, result: Tensor) -> bool:
-    """Whether a result is on a device. The seeds that attention saves for its backward are there in a capture, and in
-    the memory of the host in other calls, whatever is said of them while a graph is traced.
+    """Whether the result is on the device. Scalars on the host pass too: attention's seeds are on the device in a
+    capture and on the host otherwise, whatever the fake tensors say.
     """
     return result.device == device or (result.device.type == "cpu" and not result.dim())
 
 
 def _has_room(value: Tensor, stride: tuple[int, ...]) -> bool:
     """Whether a tensor of the same size with these strides ends within the memory of the value."""
-    end = value.storage_offset() + 1 + sum((size - 1) * step for size, step in zip(value.shape, stride, strict=True))
+    end = value.storage_offset() + extent(value.shape, stride)
     return end * value.element_size() <= value.untyped_storage().nbytes()
 
 

@@ -46,7 +46,7 @@ from graphex.analysis.memory import tail_of
 from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.device import several_accelerators
-from graphex.env import regions_enabled
+from graphex.env import regions_enabled, shown_on_terminal
 from graphex.errors import one_line
 from graphex.ops.definition import compiles_kernels
 from graphex.ops.tokens import has_odd_products, tile_height
@@ -62,7 +62,6 @@ from graphex.regions.compiler import (
     may_try,
     region_key,
     settings,
-    shown_on_terminal,
     tried,
     why_no_compiler,
     why_no_kernels,
@@ -107,7 +106,7 @@ class CompileRegions(GraphPass):
             return
         if several := several_accelerators(devices_of(work.graph)):
             self._say(work, NOTHING, f"its tensors are on {several}, and a region is compiled for one device")
-        if (device := device_of(work.graph)) is None:
+        if (device := region_device(work.graph)) is None:
             return
         if reason := _why_not_grown(work.graph) or _why_not_rounded(work, device):
             self._say(work, NOTHING, reason)
@@ -229,7 +228,7 @@ def _tried(
     return code, tried(body, code, key, device)
 
 
-def device_of(graph: Graph) -> torch.device | None:
+def region_device(graph: Graph) -> torch.device | None:
     """The one device that regions of a graph are compiled for: an accelerator before the CPU; None without tensors."""
     devices = devices_of(graph)
     accelerators = sorted(map(str, (device for device in devices if device.type not in ("cpu", "meta"))))

@@ -209,7 +209,7 @@ def _ignored(result: object) -> None:
 def _positional_count(custom: Any) -> int:
     """How many arguments a call must give. Classes of torch's pass infrastructure take the module alone."""
     try:
-        parameters = inspect.signature(custom).parameters.values()
+        parameters = _signature_of(custom).parameters.values()
     except (TypeError, ValueError):
         return 1
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -219,9 +219,16 @@ def _positional_count(custom: Any) -> int:
     return len(required) if required else len(positional)
 
 
+def _signature_of(called: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a decorator's own function, unless that hands on whatever it is given (`*args`)."""
+    own = inspect.signature(called, follow_wrapped=False)
+    hands_on = any(each.kind is each.VAR_POSITIONAL for each in own.parameters.values())
+    return inspect.signature(called) if hands_on else own
+
+
 def _check_parameters(custom: Any, called: Callable[..., Any], count: int, wanted: str) -> None:
     try:
-        signature = inspect.signature(called)
+        signature = _signature_of(called)
     except (TypeError, ValueError):
         return  # nothing is known of it
     try:

@@ -80,7 +80,7 @@ class Work:
 
     @cached_property
     def order_with_data(self) -> Order:
-        """The same where data dependencies count: for readers of a value that stay its readers."""
+        """The order of nodes where data dependencies count: for readers of a value that stay its readers."""
         return Order(self.graph)
 
     @cached_property
@@ -196,7 +196,7 @@ class Read(NamedTuple):
 
 
 class Motion:
-    """The proofs that one pass asks for about one graph: each is a refusal, or None if nothing speaks against it."""
+    """Proofs that nodes of one graph may move. Each proof returns a Refusal, or None if the move is safe."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.aliases = work, work.aliases
@@ -205,7 +205,7 @@ class Motion:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def unknown(self, nodes: Iterable[Node]) -> Refusal | None:
-        """Nodes that a rewrite of the pass has made are not in the facts."""
+        """Refuse nodes that a rewrite of the pass has made: they are not in the facts."""
         if all(map(self.aliases.knows, nodes)):
             return None
         return Refusal("it needs the result of another rewrite of this pass")
@@ -232,7 +232,8 @@ class Motion:
         """Each value that is read at `end` instead of by its reader must be the same there."""
         for value, reader in reads:
             if writer := self.writer_between(value, reader, end):
-                return Refusal(f"'{writer.name}' writes to '{value.name}' in between")
+                between = f"'{reader.name}' and '{end.name}'"
+                return Refusal(f"'{value.name}' is written between {between}, by '{writer.name}'", end)
         return None
 
     def writer_between(self, value: Node, start: Node, end: Node) -> Node | None:
@@ -305,7 +306,7 @@ def where(node: Node) -> Hashable:
 
 
 def elsewhere(one: Node, other: Node) -> Refusal | None:
-    """Two nodes become one only if they run on one stream, in one epoch of it, under the same core limits."""
+    """Why two nodes cannot become one: they run on two streams, in two epochs of one, or under other core limits."""
     if where(one) == where(other):
         return None
     if placement(one) != placement(other):

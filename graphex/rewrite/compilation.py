@@ -19,7 +19,7 @@ import itertools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -211,10 +211,15 @@ class Compilation:
     def fall_back(self, graph: str, what: str, reason: object, *, node: str = "", line: str = "") -> None:
         self.journal.fall_back(FellBack(graph, what, one_line(reason), node, line))
 
+    def recorder(self, graph: str) -> Callable[[str, str, str], None]:
+        """A function that records what falls back in a graph, why, and at which source line."""
+        return lambda what, reason, line: self.fall_back(graph, what, reason, line=line)
+
 
 def _fused(journal: Journal) -> str:
     """The rules that fused, those that did as a preview, other rewrites, and the ops in regions, in one line."""
-    previews = {each.rule for each in journal.rewrites if each.preview}
+    rewrites = journal.rewrites
+    previews = {each.rule for each in rewrites if each.preview}
     counted = [
         (each.rule, f"{each.rule} {each.matches} of {each.candidates}") for each in journal.rules if each.matches
     ]
@@ -224,7 +229,7 @@ def _fused(journal: Journal) -> str:
     parts = [f"fused {', '.join(fused) or 'nothing'}"] if fused or not regions else []
     parts += [f"as a preview, with no kernel on this device: {', '.join(preview)}"] if preview else []
     told = {"region", *(rule for rule, _ in counted)}
-    other = Counter(each.rule for each in journal.rewrites if each.rule not in told)
+    other = Counter(each.rule for each in rewrites if each.rule not in told)
     parts += [f"other rewrites: {', '.join(f'{rule} {times}' for rule, times in other.items())}"] if other else []
     count = "1 region" if len(regions) == 1 else f"{len(regions)} regions"
     parts += [f"compiled {sum(each.calls for each in regions)} ops in {count}"] if regions else []

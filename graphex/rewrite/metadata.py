@@ -22,7 +22,8 @@ from graphex.analysis.dependencies import EPOCH, epoch_of
 from graphex.analysis.effects import is_work
 from graphex.analysis.graphs import ORIGINS, attribute_of, origins, value_key
 from graphex.errors import PassError
-from graphex.torch_private.symbolic import FAKED_BY, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
+from graphex.torch_private.graphs import replacements_told
+from graphex.torch_private.symbolic import FAKED_BY, NORMS, FakeTensor, FakeTensorMode, detect_fake_mode, pytree
 
 MADE_BY = "graphex_made_by"  # the user's pass that put a node there
 _INHERITED = ("stack_trace", "custom", "stream_label", "nn_module_stack", "seq_nr", "partitioner_tag")
@@ -71,20 +72,20 @@ class PassWatch:
     """Notes which nodes a user's pass replaces by which, while it runs."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
         self.nodes = set(gm.graph.nodes)
         self.before = {node.name: node for node in gm.graph.nodes}
         self.calls = {node: (node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         self.metas = {node: dict(node.meta) for node in gm.graph.nodes}
         self.replaced: dict[str, list[Node]] = {}
+        self._told = replacements_told(gm, self._note)
 
     def __enter__(self) -> PassWatch:
-        self._gm._register_replace_node_hook(self._note)
+        self._told.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._gm._unregister_replace_node_hook(self._note)
+    def __exit__(self, *error: Any) -> None:
+        self._told.__exit__(*error)
 
     def dropped(self, gm: GraphModule) -> list[Node]:
         """The nodes that are still there and have lost metadata."""
@@ -148,9 +149,17 @@ def propagate_values(gm: GraphModule, stale: Callable[[Node], bool], who: str) -
             dirty.update(node.users)
 
 
-def correct_layouts(gm: GraphModule) -> None:
+def correct_values(gm: GraphModule) -> None:
     """Compute the values again of ops whose fakes are known to be wrong, and of the nodes behind them."""
-    propagate_values(gm, lambda node: node.target in FAKED_BY, "tracing")
+    propagate_values(gm, _is_faked_wrong, "tracing")
+
+
+def _is_faked_wrong(node: Node) -> bool:
+    """Whether the fake of an op may be wrong about a node; those of norms are right for values of one type."""
+    if node.target not in FAKED_BY:
+        return False
+    types = {value.dtype for each in node.all_input_nodes if isinstance(value := each.meta.get("val"), torch.Tensor)}
+    return node.target not in NORMS or len(types) > 1
 
 
 def _restore_placeholders(gm: GraphModule, watch: PassWatch) -> None:

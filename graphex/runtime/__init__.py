@@ -12,7 +12,8 @@ How a graph moves through this room:
         CapturedProgram        the whole graph, or one piece, as device graphs                          capture
         Piecewise              captured pieces and eager ones, in turn                                  pieces
         Padding                a CapturedProgram for a few sizes, calls padded to the next one          padding
-      | LAYERS                 external streams, trial of a second stream, verification                  streams
+      | LAYERS                 external streams, trial of a second stream, verification, and waiting for
+      |                        regions that are compiled in the background                             streams
       v
     Bypass, StepBypass         replays go past AOTAutograd's runtime wrappers                           fast_replay
 
@@ -24,8 +25,8 @@ What a CapturedProgram does with a call:
 
 The key (`capture_plan`) holds the sizes and numbers of a call and the switches that choose kernels. It may have several
 captured graphs, one for each set of parameters. `captured_graph` keeps them, least recently used first, and frees what
-there is no room for. A replay does not wait for a key where the call is like the one before: `fast_replay` checks
-addresses and switches in one call of C++ (`native`, `fits.cpp`) and runs the replay body, which all replays share.
+there is no room for. No key is made for a call that is like the one before: `guards` checks addresses and switches in
+one call of C++ (`fits.cpp`), and `fast_replay` runs the replay body, which all replays share.
 
     inputs    parameters, marked and written inputs: captured by address; a new address captures again
               a tensor that comes a second time:     captured by address, until another one comes in its place
@@ -46,5 +47,7 @@ flight, gradients that add up) values are copied out, with a record.
 A capture that fails, a call inside of another capture, of a dispatch mode or of a functorch transform, and a key whose
 inputs move in every call run eagerly. The journal says why.
 
-Read `program`, `executable`, `capture`, then `capture_plan`, `captured_graph` and `fast_replay`.
+The modules stand on each other in this order: `codegen`, `guards`, `buffers`, `capture_plan`, `captured_graph`,
+`program`, `fast_replay`, `capture`; `streams`, `pieces` and `padding` stand on these, and `executable` on all. Read
+`program`, `executable`, `capture`, then `capture_plan`, `captured_graph` and `fast_replay`.
 """

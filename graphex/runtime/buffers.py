@@ -9,18 +9,9 @@ that divide them all:
 
     int64[1], bfloat16[8], bool[16]   ->   int64[1], int64[2], int64[2]
 
-How a result gets out is its kind:
-
-    "copied"     into new memory, so that a kept one stays right; results that share memory still do
-    "separate"   the same, but no two results share memory
-    "handed on"  copied to an address that is the same in every call, for another piece of the same call
-    "in place"   not at all: it is the graph's own memory, which any replay of its pool may write to again
-    "kept"       the same, for what a training step saves and for gradients: no replay before their holders let go
-    "shown"      the same, for large results of a training step that the user gets
-    "lent"       the same, for a caller that copies it before that
-
-A result that a region has computed in padded rows is copied once, from these into the strides that the graph promises.
-A large product at the end of a graph is `Computed` after the replay instead, into new memory, and is not copied at all.
+The `OutputKind` of a result says how it gets out. A result that a region has computed in padded rows is copied once,
+from these into the strides that the graph promises. A large product at the end of a graph is `Computed` after the
+replay instead, into new memory, and is not copied at all.
 
 A result that lives in an input is returned as that part of the input of *this* call, always. Where the graph has
 written to a copy of an input, the new value is put back first.
@@ -32,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -41,13 +33,14 @@ from torch import Tensor
 
 from graphex.errors import CaptureError
 from graphex.regions.region import Unlaid, lay_out
-from graphex.runtime.fast_replay import picker
+from graphex.runtime.guards import picker
 from graphex.torch_private.memory import (
     UNMARKED,
     Marks,
     Owners,
     borrowed,
     copier,
+    extent,
     flipped,
     has_memory,
     is_dense,
@@ -55,6 +48,7 @@ from graphex.torch_private.memory import (
     marks_of,
     on_storage_of,
     overlaps_itself,
+    storage_address,
     storage_owners,
     whole_storage,
 )
@@ -95,7 +89,7 @@ class Copies:
 
 
 class _Together:
-    """The same in one launch."""
+    """Copies between such lists in one launch."""
 
     def __init__(self, fixed: Sequence[Tensor]) -> None:
         self._fixed = list(fixed)
@@ -149,11 +143,11 @@ _ALIGNMENT = 512  # what a device's allocator gives; kernels are chosen by it
 
 
 class InputBuffer:
-    """The graph reads `view`; each call copies its tensor, as `source` gives it, into `target`.
+    """A private buffer of one input: the graph reads `view`, and each call copies its tensor into `target`.
 
     The strides of the input are kept, gaps included, because the graph was compiled for them. An expanded dimension
-    (stride 0) holds one element that is copied once. For a conjugate view, the buffer's memory holds the conjugate too,
-    because the graph was traced for one.
+    (stride 0) holds one element that is copied once: `source` gives the part of a call's tensor that is copied. For a
+    conjugate view, the buffer's memory holds the conjugate too, because the graph was traced for one.
     """
 
     def __init__(self, like: Tensor, memory: Tensor | None) -> None:
@@ -212,10 +206,7 @@ class Arena:
 
 def bytes_of(tensor: Tensor) -> int:
     """The bytes from a tensor's first element to its last, gaps included, expanded dimensions counted once."""
-    if not tensor.numel():
-        return 0
-    steps = zip(_without_expansion(tensor), tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def _without_expansion(tensor: Tensor) -> torch.Size:
@@ -230,14 +221,30 @@ def _aligned(size: int) -> int:
 
 
 _new_on_its_memory = attrgetter("data")
-_COPIED = ("copied", "handed on")
-_WATCHED = ("kept", "shown")
-_IN_PLACE = ("in place", "lent", *_WATCHED)
+
+
+class OutputKind(Enum):
+    """How a result gets out of the graph's memory, where it does not live in an input."""
+
+    COPIED = auto()  # into new memory, so that a kept one stays right; results that share memory still do
+    SEPARATE = auto()  # copied too, but no two results share memory
+    HANDED_ON = auto()  # copied to an address that is the same in every call, for another piece of the same call
+    IN_PLACE = auto()  # not at all: it is the graph's own memory, which any replay of its pool may write to again
+    KEPT = auto()  # in place, for what a training step saves and for gradients: no replay before their holders let go
+    SHOWN = auto()  # in place and watched like those, for large results of a training step that the user gets
+    LENT = auto()  # in place, for a caller that copies it before the next replay
+
+
+Kinds = Sequence[OutputKind]
+
+_SHARING = (OutputKind.COPIED, OutputKind.HANDED_ON)  # copies of results that share memory share it, too
+_WATCHED = (OutputKind.KEPT, OutputKind.SHOWN)
+_STAYING = (OutputKind.IN_PLACE, OutputKind.LENT, *_WATCHED)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Not a tensor, or one without memory: the same in every call."""
+    """A result that is no tensor, or one without memory: the same in every call."""
 
     value: Any
 
@@ -277,14 +284,14 @@ class PartOfInput:
 
 @dataclass(frozen=True)
 class Copied:
-    """The copy of `source`, as it is."""
+    """A result that is the whole copy of `source`."""
 
     source: int
 
 
 @dataclass(frozen=True)
 class Window:
-    """A view of the copy of a whole storage."""
+    """A result that is a view of the copy of a whole storage."""
 
     source: int
     view: View
@@ -321,15 +328,15 @@ class Computed:
 
 @dataclass(frozen=True)
 class InPlace:
-    """The graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
+    """A result that is the graph's own tensor. `owners` counts the tensors on its storage when the user holds none."""
 
     value: Tensor
-    kind: str
+    kind: OutputKind
     owners: int = 0
 
 
-class Kept:
-    """Stands for the values that one replay has kept for its backward: they are in use as long as this lives."""
+class KeptValues:
+    """A stand-in for the values that one replay has kept for its backward: they are in use as long as it lives."""
 
     __slots__ = ("__weakref__", "outputs")
 
@@ -348,27 +355,25 @@ class Kept:
         return [next(kept) if value is None else value for value in args], missing
 
 
-def _nothing() -> None:
-    return None
-
-
 class OutputPlan:
-    """Made once, when the graph is captured; `take` runs after every replay.
+    """How each output leaves the graph's memory. The plan is made once, at capture; `take` runs after every replay.
 
     `kinds` says for each output how it gets out. `inputs` are the tensors the graph was captured on, by their index.
     `unlaid` are copied into other strides than they have.
     """
 
+    _may_keep_unseen = True  # `take_unseen` does all that `take` does
+
     def __init__(
-        self, outputs: Sequence[Any], kinds: Sequence[str], inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
+        self, outputs: Sequence[Any], kinds: Kinds, inputs: dict[int, Tensor], unlaid: Sequence[Unlaid] = ()
     ) -> None:
-        self.given_up_to: int | None = None  # the graph of the pool that may compute in what is kept, and later ones
-        self._last_kept: Callable[[], Kept | None] = _nothing  # of the last replay
+        self.given_up_to: int | None = None  # graphs of the pool may compute in the kept memory from this capture on
+        self._last_kept: Callable[[], KeptValues | None] = lambda: None  # of the last replay
         self.was_looked_at = True  # tensors on kept memory were handed out since the last replay
         self._sources: list[Tensor] = []
         self._empties: list[Callable[[], Tensor]] = []
         storages: dict[int, int] = {}
-        copied = [value for value, kind in zip(outputs, kinds, strict=True) if kind in _COPIED and _lives(value)]
+        copied = [value for value, kind in zip(outputs, kinds, strict=True) if kind in _SHARING and _lives(value)]
         sharing = Counter(storage_address(value) for value in copied if value.numel())
         owners = [(index, tensor, tensor.data_ptr(), bytes_of(tensor)) for index, tensor in inputs.items()]
         left = {storage_address(each.value): each for each in unlaid}
@@ -382,12 +387,12 @@ class OutputPlan:
                 self._plan.append(_laid_out(each, value))
             elif part := _part_of_input(value, owners):
                 self._plan.append(part)
-            elif kind in _IN_PLACE:
+            elif kind in _STAYING:
                 self._plan.append(InPlace(value, kind))
-            elif is_dense(value) and (kind == "separate" or sharing[storage_address(value)] <= 1):
+            elif is_dense(value) and (kind is OutputKind.SEPARATE or sharing[storage_address(value)] <= 1):
                 self._plan.append(Copied(self._source(value, kind)))
             else:
-                whole = None if kind == "separate" else storages.get(storage_address(value))
+                whole = None if kind is OutputKind.SEPARATE else storages.get(storage_address(value))
                 if whole is None:
                     whole = storages[storage_address(value)] = self._source(whole_storage(value, value.dtype), kind)
                 self._plan.append(Window(whole, View.like(value, int(value.storage_offset()))))
@@ -395,23 +400,25 @@ class OutputPlan:
         self.parts = [step.index for step in self._plan if isinstance(step, PartOfInput)]
         self.needed = picker(self.parts)
         self._as_copied = self._plan == [Copied(place) for place in range(len(self._sources))]
-        is_alone = self._as_copied and len(self._plan) == 1 and kinds[0] != "handed on"
+        is_alone = self._as_copied and len(self._plan) == 1 and kinds[0] is not OutputKind.HANDED_ON
         self._clone = _plain_clone(self._sources[0]) if is_alone else None
 
     def settle(self) -> None:
-        """Called when only this plan and the graph hold the outputs."""
+        """Find out which results stay with the graph. Call it when only this plan and the graph hold the outputs."""
         self._plan = [
             InPlace(step.value, step.kind, storage_owners(step.value)) if isinstance(step, InPlace) else step
             for step in self._plan
         ]
-        self.may_be_held = bool(self._in_place("in place"))
+        in_place = [(place, step) for place, step in enumerate(self._plan) if isinstance(step, InPlace)]
+        self._unwatched = [(place, step) for place, step in in_place if step.kind is OutputKind.IN_PLACE]
+        self.may_be_held = bool(self._unwatched)
         self._note_kept()
-        self.keeps_saved = bool(self._in_place("kept"))
+        self.keeps_saved = bool(self._in_place(OutputKind.KEPT))
         is_kept = [isinstance(step, InPlace) and step.kind in _WATCHED for step in self._plan]
         places = [*(i for i, kept in enumerate(is_kept) if kept), *(i for i, kept in enumerate(is_kept) if not kept)]
         self._others = [step for step, kept in zip(self._plan, is_kept, strict=True) if not kept]
         self.kept_places = places[: sum(is_kept)]
-        self.keeps_unseen = self.keeps_saved and not self._in_place("shown") and type(self) is OutputPlan
+        self.keeps_unseen = self.keeps_saved and not self._in_place(OutputKind.SHOWN) and self._may_keep_unseen
         self._in_order = picker([place for place, _ in sorted(enumerate(places), key=itemgetter(1))])
 
     def _note_kept(self, known: Owners | None = None) -> None:
@@ -429,7 +436,7 @@ class OutputPlan:
         return self._owners.own(tensor)
 
     def give_up(self, readers: Mapping[int, int]) -> tuple[dict[int, Tensor], Callable[[], bool]]:
-        """Stop owning kept values, where nothing but readers holds them: the pool may use their memory again.
+        """Give kept values that only readers hold back to the pool, which may use their memory again.
 
         `readers` counts the tensors of a call that read a storage, by its address. Returns tensors on the memory that
         is given up, by that address, and a function that says whether anything but so many readers holds any of it.
@@ -440,20 +447,16 @@ class OutputPlan:
         lent = {address: value for value in self.kept if (address := storage_address(value)) in alone}
         return lent, self._owners.besides(alone)
 
-    def _in_place(self, *kinds: str) -> list[Tensor]:
+    def _in_place(self, *kinds: OutputKind) -> list[Tensor]:
         return [step.value for step in self._plan if isinstance(step, InPlace) and step.kind in kinds]
 
     def in_place(self) -> list[Tensor]:
         """The outputs whose memory is handed out to the user."""
-        return self._in_place("in place", *_WATCHED)
+        return self._in_place(OutputKind.IN_PLACE, *_WATCHED)
 
     def still_held(self) -> list[int]:
         """The outputs in place that are still held from the call before."""
-        return [
-            place
-            for place, step in enumerate(self._plan)
-            if isinstance(step, InPlace) and step.kind == "in place" and storage_owners(step.value) > step.owners
-        ]
+        return [place for place, step in self._unwatched if storage_owners(step.value) > step.owners]
 
     def take(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results; `inputs` are the inputs of this call that are `needed`."""
@@ -479,29 +482,31 @@ class OutputPlan:
         return map(_new_on_its_memory, self.kept)
 
     def take_unseen(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results, with None for those that are kept, and a `Kept` behind them.
+        """The results, with None for those that are kept, and a `KeptValues` behind them.
 
-        Called after a replay that nothing kept was in the way of.
+        Call it only after a replay for which no kept result of the graph was in use.
         """
-        copies, given, kept = self._copied(), iter(inputs), Kept(self)
+        copies, given, kept = self._copied(), iter(inputs), KeptValues(self)
         others = [_result(step, copies, given) for step in self._others]
         self._last_kept, self.was_looked_at = weakref.ref(kept), False
         return (*self._in_order([*(None for _ in self.kept), *others]), kept)
 
-    def _source(self, tensor: Tensor, kind: str) -> int:
+    def _source(self, tensor: Tensor, kind: OutputKind) -> int:
         self._sources.append(borrowed(tensor))
         empty = empty_for(tensor, tensor.size(), tensor.stride())
-        self._empties.append(empty if kind != "handed on" else empty().detach)
+        self._empties.append(empty if kind is not OutputKind.HANDED_ON else empty().detach)
         return len(self._sources) - 1
 
 
 class PuttingBack(OutputPlan):
-    """The same for a graph that has written to copies of the inputs `put_back`: their values go back to the inputs."""
+    """The plan of a graph that writes to copies of the inputs `put_back`: `take` copies their values to the inputs."""
+
+    _may_keep_unseen = False
 
     def __init__(
         self,
         outputs: Sequence[Any],
-        kinds: Sequence[str],
+        kinds: Kinds,
         inputs: dict[int, Tensor],
         unlaid: Sequence[Unlaid],
         put_back: Sequence[int],
@@ -523,7 +528,7 @@ def _laid_out(unlaid: Unlaid, value: Tensor) -> LaidOut:
 
 
 def _plain_clone(source: Tensor) -> Callable[[], Tensor] | None:
-    """`clone`, half the work for the host, if that copies everything about the tensor."""
+    """The `clone` of a tensor, half the work for the host; None if it does not copy everything about the tensor."""
     return source.clone if not source.storage_offset() and not any(marks_of(source)) else None
 
 
@@ -569,11 +574,12 @@ def _part_of_input(value: Tensor, owners: list[tuple[int, Tensor, int, int]]) ->
 
 
 def _without_owning(plan: list[Any], given_up: Container[int]) -> list[Any]:
-    """The steps of a plan, with what is kept in memory at these addresses on borrowed storages, one for each."""
+    """The steps of a plan, where kept values at these addresses borrow their memory, and do not own it."""
     memory: dict[int, Tensor] = {}
     found: list[Any] = []
     for step in plan:
-        if isinstance(step, InPlace) and step.kind == "kept" and (address := storage_address(step.value)) in given_up:
+        is_kept = isinstance(step, InPlace) and step.kind is OutputKind.KEPT
+        if is_kept and (address := storage_address(step.value)) in given_up:
             if address not in memory:
                 memory[address] = borrowed(whole_storage(step.value, torch.uint8))
             step = replace(step, value=laid_on(memory[address], step.value))
@@ -589,7 +595,3 @@ def laid_on(memory: Tensor, like: Tensor) -> Tensor:
 
 def _lives(value: Any) -> bool:
     return isinstance(value, Tensor) and has_memory(value)
-
-
-def storage_address(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()

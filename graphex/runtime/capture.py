@@ -26,31 +26,25 @@ from torch import Tensor
 from graphex.records import Captured, FellBack
 from graphex.rewrite.compilation import Compilation, log
 from graphex.runtime import program
-from graphex.runtime.buffers import Arena, Kept, OutputPlan
-from graphex.runtime.capture_plan import CapturePlan, Key, KeyReader, PieceInputs, Tail, host_outputs
+from graphex.runtime.buffers import Arena, KeptValues, Kinds, OutputKind, OutputPlan
+from graphex.runtime.capture_plan import CapturePlan, KeyReader, PieceInputs, Tail, host_outputs
 from graphex.runtime.captured_graph import (
     CapturedGraph,
+    FastReplay,
     LastRead,
     Pool,
+    ReplayBody,
     SavedMemory,
     Slot,
     Store,
     capture_graph,
     free_what_was_read,
     pool_for,
+    thread,
 )
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import (
-    Addresses,
-    FastReplay,
-    Finish,
-    Picker,
-    ReplayBody,
-    ReplayGuards,
-    make_guard,
-    make_replay,
-    picker,
-)
+from graphex.runtime.fast_replay import Finish, make_replay
+from graphex.runtime.guards import Addresses, CaptureKey, Picker, ReplayGuards, make_guard, picker
 from graphex.runtime.program import counts, repeated, uncounted
 from graphex.torch_private.dynamo import (
     batches_gradients,
@@ -68,6 +62,7 @@ MOMENTS = 20  # of 0.1 ms that a call waits for kept results that are about to b
 MOST_KEPT = 2  # sizes whose graphs may keep results: each has memory of its own for them
 
 _NOTHING: frozenset[int] = frozenset()
+_IN_BETWEEN = "one call was made in the middle of another, by a finalizer, a signal handler or the code of an op"
 
 
 class CapturedProgram(program.GraphProgram):
@@ -82,7 +77,7 @@ class CapturedProgram(program.GraphProgram):
         static_inputs: Sequence[int],
         *,
         pool: Pool | None,
-        kinds: dict[int, str],
+        kinds: dict[int, OutputKind],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
         in_turn: bool = False,
@@ -112,8 +107,10 @@ class CapturedProgram(program.GraphProgram):
         self._turn, self._in_turn = self._pool.turn, in_turn
         self._arena = Arena()
         self._store = Store(self._limit)
-        self._failed: set[Key] = set()  # keys that could not be captured
-        self._seen: OrderedDict[Key, dict[int, weakref.ref[Tensor]]] = OrderedDict()  # keys called once, plain inputs
+        self._failed: set[CaptureKey] = set()  # keys that could not be captured
+        self._seen: OrderedDict[CaptureKey, dict[int, weakref.ref[Tensor]]] = (
+            OrderedDict()
+        )  # keys called once, plain inputs
         self._stays: set[int] = set()  # plain inputs that came a second time: read where they are
         self._must_copy: set[int] = set()  # plain inputs that were read where they are, and moved
         self._said: set[str] = set()  # reasons on record
@@ -122,20 +119,20 @@ class CapturedProgram(program.GraphProgram):
         self._gave_up = False
         self._counter = graph.counter
         held = HeldResults(compilation, graph.name, plan.output_names, shares_pool=self._shares_pool)
-        watch = held.watch if "in place" in plan.kinds else None
+        watch = held.watch if OutputKind.IN_PLACE in plan.kinds else None
         self._finish = Finish(self._counter, host_outputs(gm), plan.returns_one, watch)
         self._label = f"graphex replay: {graph.name}"
         self._share_with_step(graph)
         weakref.finalize(self, self._store.free).atexit = False
 
     def _share_with_step(self, graph: program.ExecutableGraph) -> None:
-        """A forward says where it keeps what it saves; a backward looks there."""
+        """Tell the backward where the forward keeps what it saves."""
         self._saved = graph.saved if graph.phase == "backward" else None
         self._received: list[int] = []  # inputs that the forward's graphs keep
         self._in_use = 0  # calls that found kept results in use
         self._withdraw: Callable[[], None] = lambda: None  # says that a forward keeps nothing for its backward
         if graph.saved is not None and graph.phase == "forward":
-            graph.saved.offer(self._store, may_be_kept="kept" in self._plan.kinds)
+            graph.saved.offer(self._store, may_be_kept=OutputKind.KEPT in self._plan.kinds)
             self._withdraw = graph.saved.withdraw
 
     def call(self, args: list[Any]) -> Any:
@@ -148,21 +145,22 @@ class CapturedProgram(program.GraphProgram):
         if self._in_turn:
             graph = self._free_graph(key, args)
             return self._run(args) if graph is None else self._replay(graph, args)
-        with turn.lock:
-            if turn.is_running:  # by a finalizer or a signal handler, which the lock lets in
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running:  # the lock lets a finalizer or a signal handler in
                 return self.run_in_between(args)
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._free_graph(key, args)
                 if graph is not None:
                     return self._replay(graph, args)
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
         return self._run(args)
 
     def run_in_between(self, args: list[Any]) -> Any:
-        """Run a call that is made in the middle of another one, which the graphs and their memory belong to."""
-        self._say_once("one call was made in the middle of another, by a finalizer or a signal handler")
+        """Run a call eagerly that is made in the middle of another one, which uses the graphs and their memory."""
+        if not self._device.is_capturing():
+            self._say_once(_IN_BETWEEN)
         return self._run(args)
 
     def _is_watched(self, args: Sequence[Any]) -> bool:
@@ -177,10 +175,10 @@ class CapturedProgram(program.GraphProgram):
         if program.active:
             return None
         turn = self._turn
-        with turn.lock:
-            if turn.is_running:
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running:
                 return None
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._store.newest
                 if graph is None or (fast := graph.fast) is None or fast.seen is not seen or not fast.fits(args):
@@ -192,7 +190,7 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return results
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
 
     def _replayed_after_a_search(self, args: tuple[Any, ...], seen: frozenset[int] | None) -> Any:
         if self._force or self._gave_up or profiler_enabled() or self._device.is_capturing() or self._is_watched(args):
@@ -207,8 +205,8 @@ class CapturedProgram(program.GraphProgram):
         self._counter["straight"] += 1
         return results
 
-    def _fast(self, graph: CapturedGraph, key: Key, seen: frozenset[int] | None) -> FastReplay:
-        """The replay of calls that are like this one, which AOTAutograd's wrappers are not around."""
+    def _fast(self, graph: CapturedGraph, key: CaptureKey, seen: frozenset[int] | None) -> FastReplay:
+        """The fast replay of calls that are like this one and do not come through AOTAutograd's wrappers."""
         stream = self._device.stream()
         values = self._key.values if self._key.varies else None
         fits = make_guard(self._guards, key, stream, graph.checked, values)
@@ -217,15 +215,15 @@ class CapturedProgram(program.GraphProgram):
         about = graph, self._pool, stream, self._count_alone, self._finish
         return FastReplay(guard, make_replay(*about, boxed=False, keeps=keeps), seen)
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
-        """The results of a backward without tensors for values that the forward keeps: its graph reads these there."""
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
+        """The results of a backward whose graph reads the kept values where they are; None if it has to be called."""
         turn = self._turn
         if program.active or self._gave_up or self._force or batches_gradients():
             return None
-        with turn.lock:
-            if turn.is_running or kept.outputs.was_looked_at:
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running or kept.outputs.was_looked_at:
                 return None
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 graph = self._store.newest
                 fast = None if graph is None else graph.fast
@@ -237,9 +235,9 @@ class CapturedProgram(program.GraphProgram):
                 self._counter["straight"] += 1
                 return graph.fast.run(args)
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
 
-    def _reader(self, kept: Kept, args: list[Any]) -> CapturedGraph | None:
+    def _reader(self, kept: KeptValues, args: list[Any]) -> CapturedGraph | None:
         """The graph that reads the values kept by a forward's graph in place, if there is one for this backward."""
         filled, missing = kept.filled(args)
         if self._key.varies or self._finish.numbers is not None or profiler_enabled() or self._device.is_capturing():
@@ -272,13 +270,13 @@ class CapturedProgram(program.GraphProgram):
 
     # -- finding or making the graph of a key -------------------------------------------------------------------
 
-    def _free_graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
+    def _free_graph(self, key: CaptureKey, args: list[Any]) -> CapturedGraph | None:
         """The graph to replay, if nothing that a replay would write to is in use; None to run this call eagerly."""
         self._look_for_gradients(args)
         graph = self._graph(key, args)
         return None if graph is None or self._is_in_use(graph, args) else graph
 
-    def _graph(self, key: Key, args: list[Any]) -> CapturedGraph | None:
+    def _graph(self, key: CaptureKey, args: list[Any]) -> CapturedGraph | None:
         """The graph of this call; None if it has none."""
         graph, moved = self._find(key, args)
         fits = graph is not None and not moved
@@ -303,7 +301,7 @@ class CapturedProgram(program.GraphProgram):
         self._remember(key, args)
         return None
 
-    def _find(self, key: Key, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
+    def _find(self, key: CaptureKey, args: Sequence[Any]) -> tuple[CapturedGraph | None, frozenset[int]]:
         """A graph of this key, if there is one for these addresses, and the inputs that have moved since."""
         graph = self._store.latest(key)
         moved = _NOTHING if graph is None else graph.moved(args)
@@ -314,13 +312,14 @@ class CapturedProgram(program.GraphProgram):
         graph = self._store.find(self._slot(key, args))
         return graph, moved if graph is None else graph.moved(args)
 
-    def _slot(self, key: Key, args: Sequence[Any]) -> Slot:
+    def _slot(self, key: CaptureKey, args: Sequence[Any]) -> Slot:
         return Slot(key, (*self._plan.addresses(args), *(args[index].data_ptr() for index in self._received)))
 
     def _saved_elsewhere(self, saved: SavedMemory, args: Sequence[Any]) -> bool:
-        """Whether this is the backward of a forward that was no replay, while others are: there is nothing to capture.
+        """Whether the forward of this backward ran eagerly although forwards are usually replayed.
 
-        Finds out, before the first capture, which inputs are where the forward's graphs have them.
+        Such a backward is not captured: its saved values are at addresses that will not come again. The first call
+        finds out which inputs are where the forward's graphs have them.
         """
         lasting = saved.addresses()
         found = {index for index in self._plan.plain if args[index].data_ptr() in lasting}
@@ -339,15 +338,15 @@ class CapturedProgram(program.GraphProgram):
         if self._in_use == CALLS_IN_USE:
             self._in_use = 0
             if self._store.holds(graph.pool, keeper):
-                kinds = ("shown",) if "shown" in self._plan.kinds else ("kept",)
+                kinds = (OutputKind.SHOWN,) if OutputKind.SHOWN in self._plan.kinds else (OutputKind.KEPT,)
                 self._copy_out(f"{CALLS_IN_USE} calls were made while those of an earlier one were in use", kinds)
             else:
                 self._leave_pool()
         return True
 
     def _is_read_elsewhere(self, graph: CapturedGraph, last_read: LastRead, args: list[Any]) -> bool:
-        """Whether a replay would compute in memory that is read after it: of saved values that a graph is retained
-        for, or of a forward's graph that is gone, whose memory may be another's now.
+        """Whether a replay would overwrite saved values that are still read: the user retains the autograd graph, or
+        the forward's graph was freed and its memory may be another's.
         """
         if last_read.keeper.is_freed:
             self._store.discard(graph)
@@ -362,21 +361,22 @@ class CapturedProgram(program.GraphProgram):
         return True
 
     def _leave_pool(self) -> None:
-        """Results of another graph are in use when this one is called, so both need memory of their own."""
+        """Take a memory pool of its own: results of another graph are in use when this one is called."""
         self._store.free()
         self._pool = self._new_pool()
         what = "the graph has a memory pool of its own"
         reason = f"{CALLS_IN_USE} calls were made while results of another graph (such as gradients) were in use"
         self._compilation.journal.fall_back(FellBack(self._graph_name, what, reason), warn=False)
 
-    def _copy_out(self, reason: str, kinds: Sequence[str] = ("kept", "shown")) -> None:
-        """From now on results that got out in these ways, which stayed in the graphs' memory, are copied out of it."""
-        self._plan = replace(self._plan, kinds=["copied" if kind in kinds else kind for kind in self._plan.kinds])
-        if "kept" in kinds:
+    def _copy_out(self, reason: str, kinds: Kinds = (OutputKind.KEPT, OutputKind.SHOWN)) -> None:
+        """From now on copy results of these kinds out of the graph's memory instead of leaving them there."""
+        now = [OutputKind.COPIED if kind in kinds else kind for kind in self._plan.kinds]
+        self._plan = replace(self._plan, kinds=now)
+        if OutputKind.KEPT in kinds:
             self._withdraw()
         self._store.free()
         what = "gradients are copied" if self._saved is not None else "what a forward saves is copied"
-        what = what if "kept" in kinds else "large results of a forward are copied"
+        what = what if OutputKind.KEPT in kinds else "large results of a forward are copied"
         record = FellBack(self._graph_name, f"{what} out of the device graph's memory", reason)
         self._compilation.journal.fall_back(record, warn=False)
 
@@ -394,8 +394,8 @@ class CapturedProgram(program.GraphProgram):
             return None
         return self._capture(slot, args, f"moved: {self._plan.named(moved)}")
 
-    def _remember(self, key: Key, args: list[Any]) -> None:
-        """This call warms up. A tensor that is the same object in the next call has a place of its own."""
+    def _remember(self, key: CaptureKey, args: list[Any]) -> None:
+        """Note a call that warms up. A tensor that is the same object in the next call has a place of its own."""
         self._seen[key] = {index: weakref.ref(args[index]) for index in self._plan.plain}
         if len(self._seen) > max(REMEMBERED, self._limit):
             self._seen.popitem(last=False)
@@ -403,7 +403,7 @@ class CapturedProgram(program.GraphProgram):
                 self._say_once("the last calls all had other sizes, and a graph is captured for sizes seen before")
 
     def _capture(self, slot: Slot, args: list[Any], why_again: str) -> CapturedGraph | None:
-        if "kept" in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
+        if OutputKind.KEPT in self._plan.kinds and not self._store.knows(slot.key) and self._store.keys >= MOST_KEPT:
             self._copy_out(f"calls have more than {MOST_KEPT} combinations of sizes")
         started, reserved = time.perf_counter(), self._device.reserved_bytes()
         if (seen := self._seen.pop(slot.key, None)) is not None:
@@ -440,7 +440,9 @@ class CapturedProgram(program.GraphProgram):
         return graph
 
     def _look_for_gradients(self, args: Sequence[Any]) -> None:
-        """Before a first capture: a loop that zeroes gradients after the forward needs another pool for backwards."""
+        """Choose the pool of a first capture. A loop that zeroes gradients after the forward needs another pool for
+        backwards.
+        """
         if len(self._store):
             return
         if self._saved is not None:
@@ -460,7 +462,10 @@ class CapturedProgram(program.GraphProgram):
             self._compilation.journal.fall_back(record, warn=False)
 
     def _watch(self, args: list[Any]) -> int | None:
-        """A model's graphs go with its parameters, although Dynamo may keep the compiled code."""
+        """Free captured graphs when the model's first parameter dies; Dynamo may keep the compiled code longer.
+
+        Returns what stands for that parameter.
+        """
         if not self._plan.parameters:
             return None
         first: Tensor = args[self._plan.parameters[0]]
@@ -469,8 +474,8 @@ class CapturedProgram(program.GraphProgram):
             weakref.finalize(first, _free_if_idle, weakref.ref(self), id(first)).atexit = False
         return id(first)
 
-    def _give_up(self, key: Key, error: Exception) -> None:
-        """The key runs eagerly from now on; the whole graph does if nothing of it was ever captured."""
+    def _give_up(self, key: CaptureKey, error: Exception) -> None:
+        """Run the key eagerly from now on, and the whole graph if nothing of it was ever captured."""
         if len(self._failed) < REMEMBERED:
             self._failed.add(key)
             self._gave_up = not self._counter["captured"]
@@ -491,7 +496,7 @@ class CapturedProgram(program.GraphProgram):
     # -- replaying ----------------------------------------------------------------------------------------------
 
     def _replay(self, graph: CapturedGraph, args: list[Any]) -> Any:
-        """A replay that AOTAutograd's wrappers, or other pieces, are around."""
+        """Replay a call that comes through AOTAutograd's wrappers or from another piece."""
         stream = self._device.stream()
         if graph.boxed is None or graph.boxed[0] != stream:
             run = make_replay(graph, self._pool, stream, self._count_in_call, self._finish, boxed=True)
@@ -523,7 +528,7 @@ def _counting(places: list[int]) -> Picker | None:
 
 
 def _without_modes(run: ReplayBody, args: Sequence[Any]) -> Any:
-    """A TorchFunctionMode has seen the user's calls when they were captured; the copies of a replay are not theirs."""
+    """Run a replay where no TorchFunctionMode sees it: modes saw the user's calls when these were captured."""
     if not modes_enabled():
         return run(args)
     with without_modes():
@@ -531,7 +536,7 @@ def _without_modes(run: ReplayBody, args: Sequence[Any]) -> Any:
 
 
 class HeldResults:
-    """`clone_output=False` hands out the device graph's own memory: warns before held results are overwritten."""
+    """Warnings for `clone_output=False`, which hands out the graph's own memory: held results will be overwritten."""
 
     def __init__(self, compilation: Compilation, graph_name: str, names: list[str], *, shares_pool: bool) -> None:
         self._compilation, self._graph_name, self._names = compilation, graph_name, names
@@ -540,7 +545,7 @@ class HeldResults:
         self._last: OutputPlan | None = None
 
     def watch(self, outputs: OutputPlan) -> None:
-        """Called before each replay. Graphs of one pool overwrite each other's results; others only their own."""
+        """Warn before a replay. Graphs of one pool overwrite each other's results; others only their own."""
         last, self._last = self._last if self._shares_pool else outputs, outputs
         if last is None or not last.may_be_held:
             return
@@ -555,7 +560,7 @@ class HeldResults:
 
 
 def _free_if_idle(owner: weakref.ref[CapturedProgram], ident: int) -> None:
-    """Called when a parameter dies, at any time and in any thread: what is in use is left alone."""
+    """Free the graphs of a parameter that dies, at any time and in any thread: what is in use is left alone."""
     capturing = owner()
     if capturing is None:
         return

@@ -2,7 +2,7 @@
 
 The key is everything that tells one captured graph of a program from another:
 
-    x: f32[s0, 16]; n: int; scale: f32[] on the CPU      ->      Key((s0, n, scale's value), switches, settings)
+    x: f32[s0, 16]; n: int; scale: f32[] on the CPU      ->      CaptureKey((s0, n, scale's value), switches, settings)
 
 `values` are the numbers that a kernel would take from the host when it is launched: sizes, numbers, tensors of one
 element on the CPU. A size is read where that is cheapest: from the number that Dynamo passes beside the tensor, else
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +32,15 @@ from graphex.analysis.graphs import extract
 from graphex.config import CompilerConfig
 from graphex.device import Device
 from graphex.regions.members import is_view
-from graphex.regions.region import Region
-from graphex.runtime.buffers import (
-    Computed,
-)
-from graphex.runtime.codegen import Boxed, generate, region_called
+from graphex.regions.region import Region, region_called
+from graphex.runtime.buffers import Computed, Kinds, OutputKind
+from graphex.runtime.codegen import Boxed, generate
+from graphex.runtime.guards import CaptureKey
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.memory import borrowed
 from graphex.torch_private.symbolic import free_symbols, symbol_of
 
 # -- the key -----------------------------------------------------------------------------------------------------------
-
-
-class Key(NamedTuple):
-    """`switches` choose kernels, less those of libraries that the graph does not call; `settings` are the device's."""
-
-    values: tuple[Any, ...]
-    switches: tuple[object, ...]
-    settings: Hashable
 
 
 class KeyReader:
@@ -83,8 +74,8 @@ class KeyReader:
         self._absolute = [index for index in tensors if aliases.is_absolute(placeholders[index])]
         self.varies = bool(self._numbers or self._dims or self._whole or self.hosts or self._absolute)
 
-    def __call__(self, args: Sequence[Any]) -> Key:
-        return Key(self.values(args) if self.varies else (), states(self.switches), self._settings())
+    def __call__(self, args: Sequence[Any]) -> CaptureKey:
+        return CaptureKey(self.values(args) if self.varies else (), states(self.switches), self._settings())
 
     def values(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The `values` of a key: none where nothing `varies`."""
@@ -215,7 +206,7 @@ class CapturePlan:
 
     names: list[str]
     output_names: list[str]
-    kinds: list[str]
+    kinds: list[OutputKind]
     static: list[int]
     parameters: list[int]
     by_address: list[int]
@@ -239,7 +230,7 @@ class CapturePlan:
         device: Device,
         static_inputs: Iterable[int],
         config: CompilerConfig,
-        kinds: dict[int, str],
+        kinds: dict[int, OutputKind],
         from_pieces: PieceInputs | None = None,
         tail: Tail | None = None,
     ) -> CapturePlan:
@@ -294,17 +285,21 @@ class CapturePlan:
         return f"input {', '.join(names[:3])}{more}"
 
 
-_KINDS: dict[bool | str, str] = {"auto": "copied", True: "separate", False: "in place"}
+_KINDS: dict[bool | str, OutputKind] = {
+    "auto": OutputKind.COPIED,
+    True: OutputKind.SEPARATE,
+    False: OutputKind.IN_PLACE,
+}
 
 
-def _copied_alone(gm: GraphModule, kinds: Sequence[str]) -> frozenset[tuple[Region, int]]:
+def _copied_alone(gm: GraphModule, kinds: Kinds) -> frozenset[tuple[Region, int]]:
     """The results of regions that are read nowhere and leave the graph as one copy, of them or of a view of them.
 
     region_0 = region_0(x, w); mm = region_0[0]; logits = view(mm, [8, 128, 50257]); return (logits,)
     """
     times = Counter(leaf for leaf in output_leaves(gm) if isinstance(leaf, Node))
     kinds_of = zip(output_leaves(gm), kinds, strict=True)
-    alone = {leaf for leaf, kind in kinds_of if kind in ("copied", "separate") and times[leaf] == 1}
+    alone = {leaf for leaf, kind in kinds_of if kind in (OutputKind.COPIED, OutputKind.SEPARATE) and times[leaf] == 1}
     return frozenset(
         (region, int(result.args[1]))
         for node in gm.graph.find_nodes(op="call_module")

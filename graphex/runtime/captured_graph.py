@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any
@@ -33,12 +34,13 @@ from graphex.runtime.buffers import (
     PuttingBack,
     bytes_of,
     laid_on,
-    storage_address,
 )
-from graphex.runtime.capture_plan import CapturePlan, Key
+from graphex.runtime.capture_plan import CapturePlan
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.fast_replay import Addresses, FastReplay, Picker, ReplayBody, picker
-from graphex.torch_private.memory import retains_graph
+from graphex.runtime.guards import Addresses, CaptureKey, Guard, Picker, picker
+from graphex.torch_private.memory import retains_graph, storage_address
+
+ReplayBody = Callable[[Any], Any]
 
 # -- pools -------------------------------------------------------------------------------------------------------------
 
@@ -46,15 +48,45 @@ from graphex.torch_private.memory import retains_graph
 _given: WeakValueDictionary[tuple[str, Any], Pool] = WeakValueDictionary()
 
 
+class _Thread(threading.local):
+    may_wait = True  # for a turn: it has none, and captures nothing
+
+
+thread = _Thread()
+
+
 class Turn:
     """One call at a time: a thread that holds `lock` fills inputs, replays or captures, and takes the outputs out.
 
     A lock lets its own thread in again, so a call by a finalizer or a signal handler in between looks at `is_running`.
+
+    A call in the middle of another one (by a finalizer, or by the code of an op) never waits for a turn. It could be
+    for ever: the thread that has the turn may wait for the one capture that there can be, which is in this thread.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_running = False
+
+    @contextmanager
+    def lock_if_free(self) -> Iterator[bool]:
+        """Hold the lock, unless another thread has it; whether it is held."""
+        is_free = self.lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self.lock.release()
+
+
+@contextmanager
+def waiting_for_no_turn() -> Iterator[None]:
+    """Around a capture whose thread has no turn."""
+    before, thread.may_wait = thread.may_wait, False
+    try:
+        yield
+    finally:
+        thread.may_wait = before
 
 
 class Pool:
@@ -65,9 +97,9 @@ class Pool:
     pools have one turn if a graph of one reads what a graph of another keeps, as a backward does: which pool a program
     uses, and which graphs there are, changes only in its turn. `handle` is the device's name for the pool.
 
-    Results that a graph keeps in place are in memory that no later capture of the pool gets, until the capture of their
-    last reader: a backward computes in the memory of saved values that it has read. An earlier capture may have used it
-    for its intermediates. `keeper_in_the_way` says whose results a replay could write to.
+    A later capture of the pool does not get the memory of kept results. The exception is their last reader, a backward,
+    which computes in the memory of saved values it has read; later captures may use that memory too. An earlier capture
+    may have used it for its intermediates. `keeper_in_the_way` names a graph with results that a replay could write to.
     """
 
     def __init__(self, device: Device, handle: Any = None, turn: Turn | None = None) -> None:
@@ -85,13 +117,13 @@ class Pool:
         self._left: set[int] = set()  # keepers whose graphs are freed, and whose results were in use then
 
     def enter(self, number: int, outputs: OutputPlan) -> None:
-        """A graph was captured; its number is that of its capture."""
+        """Add a graph that was captured; its number is that of its capture."""
         self.graphs += 1
         if outputs.are_kept_in_use is not None:
             self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
-        """A graph is freed. Results of it that are in use stay where they are, and in the way of others."""
+        """Drop a graph that is freed. Results of it that are in use stay where they are, and in the way of others."""
         self.graphs -= 1
         if _is_in_use(self.keepers.get(number)):
             self._left.add(number)
@@ -119,13 +151,13 @@ class Pool:
 
     @property
     def handle(self) -> Any:
-        """A pool that no graph uses any more may be gone, so the first graph gets a new one."""
+        """The device's pool. One that no graph uses any more may be gone, so the next graph gets a new one."""
         if self._handle is None or (self.graphs == 0 and not self._is_given):
             self._handle = self._device.pool()
         return self._handle
 
     def split(self) -> None:
-        """Gradients are there when a forward is called: no forward may write to them, so backwards get another pool."""
+        """Give backwards another pool: gradients are there when a forward is called, which may not write to them."""
         self._for_backwards = self._for_backwards or Pool(self._device, turn=self.turn)
 
     @property
@@ -137,7 +169,7 @@ class Pool:
         self.wait_for_last_replay_on(self._device.stream())
 
     def wait_for_last_replay_on(self, stream: Any) -> None:
-        """The same; `stream` is the current stream."""
+        """Let `stream`, which is the current one, wait for the last replay of this pool."""
         if stream == self.stream:
             return
         if self._lasts:
@@ -190,7 +222,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass
 class LastRead:
-    """Saved values that nothing but one backward reads, so that it computes in their memory.
+    """Saved values whose only reader is one backward. The backward reuses their memory once it has read them.
 
     `owning` are the inputs, by index, that own the memory: the program frees them at their last use while it is
     captured. `keeper` is the forward's graph.
@@ -202,7 +234,7 @@ class LastRead:
     _read: Picker
 
     def put_into(self, args: list[Any]) -> frozenset[int]:
-        """Hand the owning tensors over; their places."""
+        """Hand the owning tensors over to a list of inputs. Returns their places."""
         places = frozenset(self.owning)
         while self.owning:
             index, value = self.owning.popitem()
@@ -220,6 +252,20 @@ def _most_referenced(values: Sequence[Any]) -> int:
 
 _probe = [object()]
 _IN_A_LIST = _most_referenced(picker([0])(_probe))  # references to something that only a list holds
+
+
+@dataclass(frozen=True, slots=True)
+class FastReplay:
+    """The replay of a call that is like the one before: `fits` says whether it is, and then `run` is all of it.
+
+    `seen` are the results that are tensors even if others are `KeptValues`; None if all are. `reads` are the outputs of
+    a forward that a backward reads where they are, without tensors for them.
+    """
+
+    fits: Guard
+    run: ReplayBody
+    seen: frozenset[int] | None = None
+    reads: OutputPlan | None = None
 
 
 @dataclass
@@ -259,7 +305,7 @@ class CapturedGraph:
         self._lent_at = Addresses(range(len(self._lent)), self._lent)
 
     def give_up(self, args: list[Any], places: Iterable[int]) -> LastRead | None:
-        """Let the pool have the memory of kept results that are inputs of a backward, as soon as that has read them.
+        """Give the memory of kept results back to the pool once the backward that takes them as inputs has read them.
 
         The inputs are put on memory that they do not own. None if something else holds them.
         """
@@ -310,14 +356,16 @@ class CapturedGraph:
             for buffer, each in zip(self.buffers, given, strict=True)
             if each.data_ptr() != buffer.view.data_ptr()
         ]
-        memory = {target.untyped_storage().data_ptr() for target, _ in pairs}
-        if any(source.untyped_storage().data_ptr() in memory for _, source in pairs):
+        memory = {storage_address(target) for target, _ in pairs}
+        if any(storage_address(source) in memory for _, source in pairs):
             pairs = [(target, source.clone()) for target, source in pairs]  # they trade places
         for target, source in pairs:
             target.copy_(source)
 
     def free(self) -> None:
-        """Free the graph, as soon as nothing reads results whose memory is the pool's and not their own."""
+        """Free the graph. If results on the pool's memory are still read, wait until they are not
+        (`free_what_was_read`).
+        """
         self.is_freed = True
         in_use = self.outputs.are_kept_in_use
         if self.outputs.given_up_to is not None and in_use is not None and in_use():
@@ -430,7 +478,7 @@ def _alone_in_their_memory(plan: CapturePlan, args: Sequence[Any]) -> frozenset[
 class Slot:
     """A place for one graph."""
 
-    key: Key
+    key: CaptureKey
     addresses: tuple[int, ...]
 
 
@@ -444,10 +492,10 @@ class Store:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._graphs: OrderedDict[Slot, CapturedGraph] = OrderedDict()
-        self._latest: dict[Key, tuple[Slot, CapturedGraph]] = {}
+        self._latest: dict[CaptureKey, tuple[Slot, CapturedGraph]] = {}
         self.newest: CapturedGraph | None = None  # the graph that was used last, of any key
-        self._newest_key: Key | None = None
-        self._known: Counter[Key] = Counter()
+        self._newest_key: CaptureKey | None = None
+        self._known: Counter[CaptureKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -456,10 +504,10 @@ class Store:
     def keys(self) -> int:
         return len(self._known)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: CaptureKey) -> bool:
         return self._known[key] > 0
 
-    def latest(self, key: Key) -> CapturedGraph | None:
+    def latest(self, key: CaptureKey) -> CapturedGraph | None:
         """The graph of a key that was used last."""
         if self.newest is not None and self._newest_key == key:  # a lookup costs more: a slot has hundreds of addresses
             return self.newest

@@ -39,6 +39,7 @@ from graphex.analysis.graphs import attribute_of, named_arguments
 from graphex.analysis.happens_before import Memory
 from graphex.analysis.memory import frees
 from graphex.device import Cores, Device
+from graphex.device.base import Boxed as Boxed
 from graphex.device.base import StreamSet
 from graphex.errors import GraphexError
 from graphex.ops.scope import CORES
@@ -54,7 +55,7 @@ from graphex.quoting import (
     remark,
     value_text,
 )
-from graphex.regions.region import Region
+from graphex.regions.region import Region, region_called
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.dynamo import DispatchMode
 from graphex.torch_private.graphs import NN_FUNCTIONS, TENSOR_METHODS, VARIABLE_FUNCTIONS, is_writable
@@ -243,8 +244,6 @@ def set_core_limits(compilation: Compilation, graph_name: str, gm: GraphModule, 
 # -- the program -------------------------------------------------------------------------------------------------------
 
 
-Boxed = Callable[[list[Any]], Any]
-
 _OF_SCRIPTS = (  # names that the scripts around a program use themselves
     *("torch", "base64", "importlib", "io", "math", "operator", "zlib"),
     *("PASS", "PROBLEM", "forward", "before_pass", "after_pass", "example_inputs", "saved", "not_written"),
@@ -432,12 +431,6 @@ class _Writer:
         names = [self.names[value] for value in values if value.op != "get_attr" and not does_nothing(value)]
         if names:
             self.lines.append(f"del {', '.join(names)}")
-
-
-def region_called(gm: GraphModule, node: Node) -> Region | None:
-    """The compiled region that a node calls; None for every other node."""
-    found = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, Region) else None
 
 
 def regions_of(gm: GraphModule) -> dict[str, Region]:

@@ -2,7 +2,7 @@
 
     generated code         below autograd, on its streams, named in a profile, version counters right
       captured             whole, padded to a few sizes, or in pieces around what a device graph cannot hold; or eager
-        LAYERS             external streams, the trial of a second stream, verification
+        LAYERS             external streams, the trial of a second stream, verification, regions in the background
 
 `frontend` puts a `Bypass` of AOTAutograd's runtime wrappers around a program that may be replayed.
 """
@@ -26,8 +26,9 @@ from graphex.analysis.row_independence import MixedRowsError
 from graphex.device import Device, device_of, several_accelerators
 from graphex.device.base import StreamPlan, stream_plan
 from graphex.records import Cut, FellBack
-from graphex.regions.region import Region
+from graphex.regions.region import region_called
 from graphex.rewrite.runner import Runner
+from graphex.runtime.buffers import OutputKind
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import PieceInputs, Tail, output_leaves
 from graphex.runtime.captured_graph import pool_for, pool_of_steps
@@ -46,7 +47,7 @@ def build_executable(graph: ExecutableGraph, runner: Runner | None = None) -> Pr
     Without a runner it is another version of a graph, which gets no versions and no verification of its own.
     """
     if graph.compilation.config.dump_tensor_data:
-        return Eager(graph.tools.dump_data(graph), graph.written)
+        return Eager(graph.callbacks.dump_data(graph), graph.written)
     graph = _on_streams(graph)
     program = _program(graph)
     for layer in LAYERS:
@@ -76,13 +77,18 @@ def _stream_trial(graph: ExecutableGraph, program: Program, runner: Runner | Non
 
 
 def _verification(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
-    return program if runner is None or not graph.compilation.config.verify else graph.tools.verify(graph, program)
+    return program if runner is None or not graph.compilation.config.verify else graph.callbacks.verify(graph, program)
+
+
+def _background_regions(graph: ExecutableGraph, program: Program, runner: Runner | None) -> Program:
+    return program if runner is None else graph.callbacks.await_regions(graph, program)
 
 
 LAYERS: tuple[Callable[[ExecutableGraph, Program, Runner | None], Program], ...] = (
     _external_streams,
     _stream_trial,
     _verification,
+    _background_regions,
 )
 
 
@@ -103,7 +109,7 @@ def _on_streams(graph: ExecutableGraph) -> ExecutableGraph:
 def _program(graph: ExecutableGraph) -> Program:
     gm, config = graph.gm, graph.compilation.config
     if config.stream_safety == "shuffle" and stream_plan(gm.graph) is not None:
-        return Eager(graph.tools.in_random_orders(graph.name, gm, graph.counter), graph.written)
+        return Eager(graph.callbacks.in_random_orders(graph.name, gm, graph.counter), graph.written)
     run = counted(generated(graph), graph)
     if not _may_be_captured(graph):
         return Eager(run, graph.written)
@@ -116,7 +122,7 @@ def _program(graph: ExecutableGraph) -> Program:
         return Eager(run, graph.written)
     if config.capture_sizes and (layout := _layout(graph)):
         return _padded(graph, run, layout)
-    kinds, pool = dict.fromkeys(_kept_by_torch(graph), "copied"), None
+    kinds, pool = dict.fromkeys(_kept_by_torch(graph), OutputKind.COPIED), None
     if graph.saved is not None:
         kinds = _held_for_a_step(graph)
         shares = config.clone_output is not False and config.reuse_graph_pool_in_same_fx  # nothing stays there unseen
@@ -186,7 +192,7 @@ def _padded(graph: ExecutableGraph, run: Boxed, layout: Layout) -> Program:
     """Device graphs for a few sizes; `Padding` cuts their results and copies them out."""
     pool = pool_for(graph.device, graph.compilation.config.use_graph_pool)
     static = [index for index in graph.static_inputs if index not in layout.inputs]
-    kinds = dict.fromkeys(range(len(layout.leaves)), "lent")
+    kinds = dict.fromkeys(range(len(layout.leaves)), OutputKind.LENT)
     captured = CapturedProgram(graph, run, static, pool=pool, kinds=kinds, in_turn=True)
     return Padding(graph, layout, captured, pool)
 
@@ -206,7 +212,7 @@ def _kept_by_torch(graph: ExecutableGraph) -> range:
 LARGE = 2**20  # bytes of a result that takes longer to copy than to launch a kernel
 
 
-def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
+def _held_for_a_step(graph: ExecutableGraph) -> dict[int, OutputKind]:
     """How outputs get out that are dead before the next call of a usual training loop: they stay where they are.
 
     These are gradients, what a forward saves, and large results of it, such as logits whose loss is another graph. A
@@ -214,12 +220,12 @@ def _held_for_a_step(graph: ExecutableGraph) -> dict[int, str]:
     """
     leaves = output_leaves(graph.gm)
     if graph.phase == "backward":
-        return dict.fromkeys(range(len(leaves)), "kept")
+        return dict.fromkeys(range(len(leaves)), OutputKind.KEPT)
     returned = graph.gm.graph.output_node().meta.get(RETURNED, len(leaves))
     seen = _sharing_memory(graph.gm, graph.aliases, leaves[:returned])
     saved = [place for place in range(returned, len(leaves)) if leaves[place] not in seen]
     shown = _large_results(graph, returned) if graph.compilation.config.clone_output == "auto" else []
-    return {**dict.fromkeys(shown, "shown"), **dict.fromkeys(saved, "kept")}
+    return {**dict.fromkeys(shown, OutputKind.SHOWN), **dict.fromkeys(saved, OutputKind.KEPT)}
 
 
 def saved_and_seen(gm: GraphModule) -> tuple[int, list[int]]:
@@ -254,8 +260,8 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
     # Where results stay in place, a later piece of the same call would write to those of an earlier one.
     in_time = division.captured[:-1] if graph.compilation.config.clone_output is False else []
     handed_on: set[Node] = set()
-    runs: list[Boxed] = []
-    programs: list[CapturedProgram] = []
+    runs: list[tuple[Boxed, Boxed]] = []
+    programs: list[Program] = []
     for number, piece in enumerate(division.pieces):
         part = _piece(graph, number, piece)
         run = generated(part)
@@ -263,18 +269,19 @@ def _in_pieces(graph: ExecutableGraph, division: Division) -> Program:
         if not piece.captured:
             if (refusal := boundary.refusal) is not None:
                 part.fall_back("this piece of the graph runs without capture", refusal.reason, refusal.node)
-            runs.append(run)
+            runs.append((run, run))
             continue
         static = [index for index, node in enumerate(piece.inputs) if node in stable]
         received = [index for index, node in enumerate(piece.inputs) if node in handed_on]
         handed_on.update(piece.outputs[place] for place in boundary.handed_on)
         copied = [place for place, node in enumerate(piece.outputs) if node in kept or piece in in_time]
         # Memory that is written later stays shared; memory that is held elsewhere must not be the next call's.
-        kinds = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], "copied")
-        kinds |= dict.fromkeys(boundary.handed_on, "handed on")
+        kinds = dict.fromkeys([*copied, *boundary.written_later, *boundary.held], OutputKind.COPIED)
+        kinds |= dict.fromkeys(boundary.handed_on, OutputKind.HANDED_ON)
         inputs = PieceInputs(received, boundary.moving)
-        programs.append(CapturedProgram(part, run, static, pool=pool, kinds=kinds, from_pieces=inputs))
-        runs.append(programs[-1])
+        program = CapturedProgram(part, run, static, pool=pool, kinds=kinds, from_pieces=inputs)
+        programs.append(program)
+        runs.append((program, program.run_in_between))
     return Piecewise(graph, division.pieces, runs, programs, pool)
 
 
@@ -326,6 +333,7 @@ def generated(graph: ExecutableGraph) -> Boxed:
         _write_files(graph, code)
     _keep_code(graph, code)
     run = _below_autograd(run) if _is_plain(gm) else run
+    run = _without_marks(run, graph)
     run = run if graph.streams is None else graph.streams.around(run)
     return _observed(graph.name, run, graph.counter, graph.functional)
 
@@ -346,7 +354,7 @@ def _write_files(graph: ExecutableGraph, code: Code) -> None:
     gm, files = graph.gm, graph.compilation.files
     plain = inlined(gm)
     script = code if plain is gm else generate(plain, graph.streams, graph.memory)
-    files.text(f"{graph.folder}/output_code.py", graph.tools.write_code(script, plain))
+    files.text(f"{graph.folder}/output_code.py", graph.callbacks.write_code(script, plain))
     for name, region in regions_of(gm).items():
         files.text(f"{graph.folder}/{name}.py", region.code.source)
 
@@ -368,6 +376,24 @@ def _below_autograd(body: Boxed) -> Boxed:
             return body(args)
 
     return run
+
+
+def _without_marks(run: Boxed, graph: ExecutableGraph) -> Boxed:
+    """Read gradients by their values. Autograd may mark one as negative that was not when it was traced (behind the
+    conjugate of a complex number), and compiled regions read its memory as it is.
+    """
+    given = graph.gm.graph.find_nodes(op="placeholder")
+    places = [place for place, node in enumerate(given) if "tangents" in node.name]
+    if graph.phase != "backward" or not places or not any(regions_of(graph.gm)):
+        return run
+
+    def unmarked(args: list[Any]) -> Any:
+        for place in places:
+            if isinstance(args[place], torch.Tensor) and args[place].is_neg():
+                args[place] = args[place].resolve_neg()
+        return run(args)
+
+    return unmarked
 
 
 def _observed(graph_name: str, run: Boxed, counter: Counter[str], functional: FunctionalProgram | None) -> Boxed:
@@ -395,10 +421,8 @@ def _is_plain(gm: GraphModule) -> bool:
     for node in gm.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return False
-        if node.op == "call_module":
+        if node.op == "call_module" and region_called(gm, node) is None:
             inner = gm.get_submodule(str(node.target))
-            if isinstance(inner, Region):
-                continue
             if not isinstance(inner, GraphModule) or not _is_plain(inner):
                 return False
     return True

@@ -2,16 +2,7 @@
 
     Dynamo  ->  Bypass  ->  guard: same addresses, same answers  ->  replay body: fill, launch, take the results
 
-    asked of torch    stream,     profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level,
-    answers           as before,  False,            False,         0,              None,      -1,
-                      the switches that choose kernels ..., device settings, is_capturing
-                      as they were when the key was made,   as before,       False
-
-Where the answers, the addresses and the values of the key are those of the call before, no key is made and no store is
-searched. A tensor keeps its identity when its memory is replaced (`parameter.data = ...`), so the guard asks torch for
-the address of every input that was captured by address. That is most of what a replay costs the host: one call of C++
-(`native`) where that is loaded, else Python, which takes inputs in runs of neighbours. Frozen parameters only have to
-be the same objects.
+The guard is made by `guards`; the body below is the one that every replay runs.
 
 `Bypass` leaves out AOTAutograd's runtime wrappers where they have nothing to do, `StepBypass` those of training steps.
 """
@@ -20,185 +11,27 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from graphex.device import Device
-from graphex.runtime import native
+from graphex.runtime.captured_graph import CapturedGraph, Pool, ReplayBody
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.program import Program
+from graphex.runtime.guards import Picker, picker
+from graphex.runtime.program import Around, Program
 from graphex.torch_private.aot import PlainStep, has_hooks_on_saved_tensors
-from graphex.torch_private.cuda import Switch, states
-from graphex.torch_private.dynamo import disable, dispatch_modes, dual_level, modes_enabled, profiler_enabled, transform
-from graphex.torch_private.memory import count_writes, retains_graph
+from graphex.torch_private.dynamo import disable
+from graphex.torch_private.memory import count_writes, retains_graph, storage_address
 
-if TYPE_CHECKING:
-    from graphex.runtime.buffers import OutputPlan
-    from graphex.runtime.capture_plan import Key
-    from graphex.runtime.captured_graph import CapturedGraph, Pool
-
-Picker = Callable[[Sequence[Any]], Sequence[Any]]
-Guard = Callable[[Sequence[Any]], bool]
-ReplayBody = Callable[[Any], Any]
-Values = Callable[[Sequence[Any]], tuple[Any, ...]]
 Compiled = Callable[..., Any]
-
-_NOTHING: frozenset[int] = frozenset()
-
-
-# -- addresses ---------------------------------------------------------------------------------------------------------
-
-
-class Addresses:
-    """The addresses of some of the inputs, and the identity of the `frozen` ones, in one call."""
-
-    def __init__(self, indices: Sequence[int], args: Sequence[Any], frozen: Sequence[int] = ()) -> None:
-        self.indices = sorted(indices)
-        self._runs = runs(self.indices)
-        self.known = self._of(args)
-        self._frozen, self._pick_frozen = frozenset(frozen), picker(frozen)
-        identities = self._identities = bytearray(self._identities_of(args))
-        # A new object may get the place in memory of one that is gone.
-        self._watched = [weakref.ref(each, partial(_forget, identities)) for each in self._pick_frozen(args)]
-        addresses = array("q", self.known).tobytes()
-        self.packed: native.Places = _packed(self.indices), addresses, _packed(frozen), identities
-
-    def moved(self, args: Sequence[Any]) -> frozenset[int]:
-        """The inputs that are elsewhere in this call."""
-        fits = native.fits
-        if fits is not None and fits((), (), *self.packed, args):
-            return _NOTHING
-        if self._frozen and self._identities_of(args) != self._identities:
-            return self._frozen
-        now = self._of(args)
-        if now == self.known:
-            return _NOTHING
-        places = zip(self.indices, now, self.known, strict=True)
-        return frozenset(index for index, address, before in places if address != before)
-
-    def _of(self, args: Sequence[Any]) -> list[int]:
-        found: list[int] = []
-        for run in self._runs:
-            found += map(Tensor.data_ptr, args[run])
-        return found
-
-    def _identities_of(self, args: Sequence[Any]) -> bytes:
-        return array("q", map(id, self._pick_frozen(args))).tobytes()
-
-
-def _packed(numbers: Sequence[int]) -> bytes:
-    return array("i", numbers).tobytes()
-
-
-def _forget(identities: bytearray, gone: object) -> None:
-    """Called when one of the objects dies: no object is at address 0, so no later one is taken for it."""
-    identities[:] = bytes(len(identities))
-
-
-def picker(indices: Sequence[int]) -> Picker:
-    """Several items of a list at once, always as a sequence."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    if not indices:
-        return lambda args: ()
-    (only,) = indices
-    return lambda args: (args[only],)
-
-
-def runs(indices: Sequence[int]) -> list[slice]:
-    """Sorted indices as slices.
-
-    [0, 2, 4, 5, 6]   ->   [0:1], [2:3], [4:7]
-    """
-    found: list[slice] = []
-    for index in indices:
-        if found and found[-1].stop == index:
-            found[-1] = slice(found[-1].start, index + 1)
-        else:
-            found.append(slice(index, index + 1))
-    return found
-
-
-# -- guards ------------------------------------------------------------------------------------------------------------
-
-
-_WATCHERS = (profiler_enabled, modes_enabled, dispatch_modes, transform, dual_level)
-_UNWATCHED = (False, False, 0, None, -1)
-
-
-class ReplayGuards:
-    """The questions that are asked of torch and of the device in every call of a graph."""
-
-    def __init__(self, device: Device, switches: tuple[Switch, ...]) -> None:
-        self._device, self._switches = device, switches
-        self._has_settings = type(device).settings is not Device.settings
-
-    def questions(self, stream: Any) -> tuple[native.Question, ...]:
-        """For a call on a stream that an earlier call was made on."""
-        device = self._device
-        settings = (device.settings,) if self._has_settings else ()
-        captures = (device.is_capturing,) if device.can_capture_on(stream) else ()
-        return (device.stream, *_WATCHERS, *self._switches, *settings, *captures)
-
-    def answers(self, key: Key, stream: Any) -> tuple[object, ...]:
-        """The answers in a call of this key, on this stream, that no mode sees and that is not being captured."""
-        settings = (key.settings,) if self._has_settings else ()
-        captures = (False,) if self._device.can_capture_on(stream) else ()
-        return (stream, *_UNWATCHED, *key.switches, *settings, *captures)
-
-
-def make_guard(guards: ReplayGuards, key: Key, stream: Any, places: Addresses, values: Values | None = None) -> Guard:
-    """Whether a call is like one of this key with its inputs at these places; `values` reads the key's, if they vary.
-
-    The answers are those that the key was made of: the switches may have been changed since, by any thread.
-    """
-    asked, answers = guards.questions(stream), guards.answers(key, stream)
-    fits: Guard = (
-        partial(_fits_in_python, asked, answers, places)
-        if native.fits is None
-        else partial(native.fits, asked, answers, *places.packed)
-    )
-    if values is None:
-        return fits
-    before = key.values
-    return lambda args: values(args) == before and fits(args)
-
-
-def _fits_in_python(
-    questions: tuple[native.Question, ...], answers: tuple[object, ...], places: Addresses, args: Sequence[Any]
-) -> bool:
-    if native.fits is not None:
-        return False  # it was loaded meanwhile, and the next guard uses it
-    try:
-        return not places.moved(args) and states(questions) == answers
-    except Exception:  # the search that follows asks again, and raises it
-        return False
 
 
 # -- the replay --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FastReplay:
-    """`fits` says whether a call is like the one before; then `run` is all of it.
-
-    `seen` are the results that are tensors even if others are `Kept`; None if all are. `reads` are the outputs of a
-    forward that a backward reads where they are, without tensors for them.
-    """
-
-    fits: Guard
-    run: ReplayBody
-    seen: frozenset[int] | None = None
-    reads: OutputPlan | None = None
 
 
 class Finish(NamedTuple):
@@ -277,8 +110,8 @@ class _Seen(threading.local):
     results: Any = None
 
 
-class Bypass(Program):
-    """Stands between AOTAutograd and a program, and lets replays go past AOTAutograd's runtime wrappers.
+class Bypass(Around):
+    """A layer between AOTAutograd and a program, by which replays go past AOTAutograd's runtime wrappers.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  program      until a call shows that the program gets Dynamo's inputs,
                                                              and Dynamo the program's results, as they are
@@ -289,10 +122,18 @@ class Bypass(Program):
     """
 
     def __init__(self, program: Program) -> None:
-        super().__init__(program.written)
-        self._program = program
+        super().__init__(program)
         self._seen = _Seen()
         self._is_plain: bool | None = None
+
+    @classmethod
+    def of(cls, program: Program, *about: Any, is_plain: bool) -> Self | None:
+        """A bypass for a program, or None if no call of it can be a replay, or if its calls are not plain.
+
+        `is_plain`: as far as is known, AOTAutograd's wrappers only hand its calls over. `about` are the class's further
+        arguments.
+        """
+        return cls(program, *about) if is_plain and program.may_replay else None
 
     def __call__(self, args: list[Any]) -> Any:
         if self._is_plain is not None:
@@ -346,7 +187,7 @@ class SavedValues(NamedTuple):
 
 
 class StepBypass(Bypass):
-    """The same for a training step: its forward and its backward.
+    """The bypass of a training step: of its forward and its backward.
 
         Dynamo  ->  AOTAutograd's wrappers  ->  AOTAutograd's function for autograd     if a call is no replay
         Dynamo  ->  replay of the forward   ->  `CompiledFunction`                      if it is
@@ -364,7 +205,7 @@ class StepBypass(Bypass):
         self.backward: Program | None = None
 
     def complete(self, step: PlainStep | None, backward: Program) -> None:
-        """Called when the backward is compiled. `step` is None if AOTAutograd's wrapper does more than hand over."""
+        """Take the compiled backward. `step` is None if AOTAutograd's wrapper does more than hand over."""
         self.backward = backward
         self.constant = picker(() if step is None else step.constant)
         self.run_backward = disable(_run_backward, reason="what compiled autograd calls is not traced")
@@ -399,8 +240,8 @@ class StepBypass(Bypass):
         if not all(isinstance(each, (Tensor, int, float)) for each in args):
             return False  # compiled autograd's hooks come as an input, for AOTAutograd's function
         saved = range(self.step.returned, self.results)
-        theirs = {_memory(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
-        watched = [place for place in saved if place in self._shared or _memory(seen.results[place]) in theirs]
+        theirs = {storage_address(each) for each in (*args, *returned) if isinstance(each, Tensor)} - {0}
+        watched = [place for place in saved if place in self._shared or storage_address(seen.results[place]) in theirs]
         others = [place for place in saved if place not in watched]
         in_order = picker([place for place, _ in sorted(enumerate([*watched, *others]), key=itemgetter(1))])
         places = frozenset([*range(self.step.returned), *watched])
@@ -463,10 +304,6 @@ class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError("torch.compile with graphex does not support double backward.")
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _same(some: Any, others: Sequence[Any]) -> bool:

@@ -25,7 +25,7 @@ from graphex.analysis.shapes import known_equal
 from graphex.runtime.buffers import empty_for
 from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import host_outputs, output_leaves, returns_one
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.captured_graph import Pool, thread
 from graphex.runtime.program import ExecutableGraph, GraphProgram
 from graphex.torch_private.dynamo import is_seen_by_a_mode
 from graphex.torch_private.memory import copier
@@ -155,17 +155,17 @@ class Padding(GraphProgram):
         wanted = self._sizes[place] if place < len(self._sizes) and size else None
         self._counter["padded"] += wanted not in (None, size)
         turn = self._pool.turn
-        with turn.lock:
-            if turn.is_running:
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free or turn.is_running:
                 return self._run.run_in_between(args)
-            turn.is_running = True
+            may_wait, thread.may_wait, turn.is_running = thread.may_wait, False, True
             try:
                 self._pool.wait_for_last_replay()
                 numbers = self._numbers and self._numbers[1](list(args))
                 results = self._run(args if wanted is None else self._padded(args, size, wanted))
                 return self._cut((results,) if self._returns_one else results, size, numbers)
             finally:
-                turn.is_running = False
+                thread.may_wait, turn.is_running = may_wait, False
 
     def _padded(self, args: list[Any], size: int, wanted: int) -> list[Any]:
         buffers = self._buffers.get(wanted)

@@ -44,11 +44,10 @@ from graphex.analysis.effects import (
 from graphex.analysis.graphs import attribute_of, extract, values_from_outside
 from graphex.device import Device
 from graphex.errors import Refusal
-from graphex.runtime.capture import CapturedProgram
 from graphex.runtime.capture_plan import output_leaves, returns_one
-from graphex.runtime.captured_graph import Pool
+from graphex.runtime.captured_graph import Pool, thread
 from graphex.runtime.codegen import Boxed
-from graphex.runtime.program import ExecutableGraph, GraphProgram, counted
+from graphex.runtime.program import ExecutableGraph, GraphProgram, Program, counted
 from graphex.runtime.streams import (
     MemoryOfPiece,
     add_missing_events,
@@ -78,33 +77,66 @@ def why_not_captured(node: Node, device: Device) -> str:
     """Why a node cannot be part of a device graph; empty if nothing is known to be in the way."""
     if node.op in ("placeholder", "get_attr", "output") or does_nothing(node):
         return ""
-    value = node.meta.get("val")
-    # A part of a tuple reads that part, which is its value: a region may have a thousand others.
-    given = () if node.target is operator.getitem else node.all_input_nodes
-    read = [argument.meta.get("val") for argument in given]
-    if any(not device.holds(leaf) for leaf in _tensors(value)):
-        return "its result is in the memory of the host"
-    hosts = [leaf for leaf in _tensors(read) if not device.holds(leaf)]
-    if any(leaf.dim() for leaf in hosts) or (hosts and moves_between_devices(node)):
-        return "it reads a tensor in the memory of the host"
-    if any(free_unbacked_symbols(each) for each in _sized(value, read)):
-        return "its size depends on data"
+    return next((why.format(node.target) for why, is_so in _OBSTACLES if is_so(node, device)), "")
+
+
+def _is_on_host(node: Node, device: Device) -> bool:
+    return any(not device.holds(leaf) for leaf in _tensors(node.meta.get("val")))
+
+
+def _reads_host(node: Node, device: Device) -> bool:
+    hosts = [leaf for leaf in _tensors(_read(node)) if not device.holds(leaf)]
+    return any(leaf.dim() for leaf in hosts) or (bool(hosts) and moves_between_devices(node))
+
+
+def _is_sized_by_data(node: Node, device: Device) -> bool:
+    return any(free_unbacked_symbols(each) for each in _sized(node.meta.get("val"), _read(node)))
+
+
+def _picks_by_mask(node: Node, device: Device) -> bool:
     op = operator_of(node)
-    if op is not None and torch.Tag.data_dependent_output in op.tags:
-        return "it reads a value back to the host"
-    if op is not None and op.overloadpacket in _BY_MASK and any(_is_mask(each) for each in node.args[1]):  # type: ignore[union-attr]
-        return "the host waits for what a mask leaves"
-    if op is not None and _UNSAFE_TAG is not None and _UNSAFE_TAG in op.tags:
-        return "it is marked as unsafe to capture"
-    if op is torch.ops.graphex.host_wait.default:
-        return "it makes the host wait for a stream"
-    if is_collective(node):
-        return "it communicates with other processes"
-    if op is not None and is_declared_asynchronous(op):
-        return "it works on after it has returned, or waits for what does"
-    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() not in _CAPTURABLE_HIGHER_ORDER:
-        return f"a {node.target.name()} may decide on the host"
-    return ""
+    return op is not None and op.overloadpacket in _BY_MASK and any(map(_is_mask, node.args[1]))  # type: ignore[arg-type]
+
+
+def _has_tag(tag: torch.Tag | None) -> Callable[[Node, Device], bool]:
+    return lambda node, device: (op := operator_of(node)) is not None and tag is not None and tag in op.tags
+
+
+def _waits_for_stream(node: Node, device: Device) -> bool:
+    return operator_of(node) is torch.ops.graphex.host_wait.default
+
+
+def _communicates(node: Node, device: Device) -> bool:
+    return is_collective(node)
+
+
+def _is_asynchronous(node: Node, device: Device) -> bool:
+    op = operator_of(node)
+    return op is not None and is_declared_asynchronous(op)
+
+
+def _is_unknown_higher_order(node: Node, device: Device) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() not in _CAPTURABLE_HIGHER_ORDER
+
+
+_OBSTACLES: tuple[tuple[str, Callable[[Node, Device], bool]], ...] = (
+    ("its result is in the memory of the host", _is_on_host),
+    ("it reads a tensor in the memory of the host", _reads_host),
+    ("its size depends on data", _is_sized_by_data),
+    ("it reads a value back to the host", _has_tag(torch.Tag.data_dependent_output)),
+    ("the host waits for what a mask leaves", _picks_by_mask),
+    ("it is marked as unsafe to capture", _has_tag(_UNSAFE_TAG)),
+    ("it makes the host wait for a stream", _waits_for_stream),
+    ("it communicates with other processes", _communicates),
+    ("it works on after it has returned, or waits for what does", _is_asynchronous),
+    ("a {} may decide on the host", _is_unknown_higher_order),
+)
+
+
+def _read(node: Node) -> list[Any]:
+    """The values that a node reads. Of a tuple that is its own value: a region may have a thousand others."""
+    return [] if node.target is operator.getitem else [each.meta.get("val") for each in node.all_input_nodes]
 
 
 def _is_mask(index: Any) -> bool:
@@ -304,12 +336,12 @@ def _levels(graph: Graph, before: dict[Node, set[Node]], free: set[Node], outsid
 
 
 def _is_part_of(node: Node, outside: set[Node]) -> bool:
-    """A part of a tuple is where the tuple is."""
+    """Whether a node is a part of a tuple that is made outside: it is where the tuple is."""
     return node.target is operator.getitem and isinstance(node.args[0], Node) and node.args[0] in outside
 
 
 def _too_small(levels: dict[Node, int], free: set[Node]) -> set[Node]:
-    """The nodes of captured pieces that are not worth it."""
+    """The nodes of captured pieces with too few kernels."""
     pieces: dict[int, list[Node]] = {}
     for node, level in levels.items():
         if node not in free and level % 2:
@@ -408,7 +440,7 @@ TIMED_CALL = 3  # the first warms up, the second captures
 
 @dataclass(frozen=True)
 class PieceCall:
-    """`run` takes the slots `reads` and fills the slots `writes`; `frees` are not needed afterwards.
+    """One step of a call: `run` takes the slots `reads` and fills `writes`; `frees` are not needed afterwards.
 
     `in_between` does the same without the memory in which captured pieces hand values on.
     """
@@ -422,7 +454,7 @@ class PieceCall:
 
 
 class Piecewise(GraphProgram):
-    """Runs the pieces one after the other.
+    """A program that runs the pieces of a graph one after the other.
 
     Pieces hand values to each other in the memory of their device graphs, so one call at a time. A call in the middle
     of another, by a finalizer or a signal handler, replays nothing.
@@ -432,11 +464,13 @@ class Piecewise(GraphProgram):
         self,
         graph: ExecutableGraph,
         pieces: Sequence[Piece],
-        runs: Sequence[Boxed],
-        captured: Sequence[CapturedProgram],
+        runs: Sequence[tuple[Boxed, Boxed]],
+        captured: Sequence[Program],
         pool: Pool,
     ) -> None:
-        """`captured` are those of the `runs` that have graphs to free."""
+        """`runs` are for each piece its program, and the one for a call in the middle of another. `captured` are the
+        programs that have graphs to free.
+        """
         super().__init__(graph.written)
         assert graph.functional is not None
         gm, inputs = graph.gm, graph.gm.graph.find_nodes(op="placeholder")
@@ -459,13 +493,13 @@ class Piecewise(GraphProgram):
         self._steps = [
             PieceCall(
                 run,
-                run.run_in_between if isinstance(run, CapturedProgram) else run,
+                in_between,
                 piece.captured,
                 [slots[node] for node in piece.inputs],
                 [slots[node] for node in piece.outputs],
                 [slot for slot, at in last.items() if at == place and slot not in kept],
             )
-            for place, (piece, run) in enumerate(zip(pieces, runs, strict=True))
+            for place, (piece, (run, in_between)) in enumerate(zip(pieces, runs, strict=True))
         ]
 
     def call(self, args: list[Any]) -> Any:
@@ -476,12 +510,17 @@ class Piecewise(GraphProgram):
     def _run_steps(self, args: list[Any]) -> Any:
         values = [*args, *[None] * (self._slots - len(args))]
         args.clear()
-        with self._pool.turn.lock:
-            is_in_between, self._is_running = self._is_running, True
-            try:
-                self._fill(values, is_in_between)
-            finally:
-                self._is_running = is_in_between
+        turn = self._pool.turn
+        with turn.lock if thread.may_wait else turn.lock_if_free() as is_free:
+            if not is_free:
+                self._fill(values, is_in_between=True)
+            else:
+                may_wait, thread.may_wait = thread.may_wait, False
+                is_in_between, self._is_running = self._is_running, True
+                try:
+                    self._fill(values, is_in_between)
+                finally:
+                    thread.may_wait, self._is_running = may_wait, is_in_between
         results = tuple(get(values) for get in self._returned)
         return results[0] if self._returns_one else results
 
@@ -503,7 +542,7 @@ class Piecewise(GraphProgram):
             program.free()
 
     def _timed(self, run: Boxed, given: list[Any]) -> Any:
-        """Once, the time that is spent outside of device graphs is measured."""
+        """Run a piece outside of device graphs, and count the time that it takes."""
         self._device.synchronize()
         started = time.perf_counter()
         results = run(given)

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ from graphex.device import Device, StreamSet
 from graphex.ops.definition import SPECS
 from graphex.ops.scope import NOTHING_TO_RUN
 from graphex.rewrite.compilation import Compilation
+from graphex.runtime.buffers import KeptValues
+from graphex.runtime.captured_graph import SavedMemory
 from graphex.runtime.codegen import Boxed, Code
 from graphex.torch_private.dynamo import (
     compile_lock,
@@ -65,19 +67,18 @@ from graphex.torch_private.dynamo import (
 from graphex.torch_private.graphs import copy_graph
 from graphex.torch_private.memory import set_versions, sets_versions
 
-if TYPE_CHECKING:
-    from graphex.runtime.buffers import Kept
-    from graphex.runtime.captured_graph import SavedMemory
-
 
 @dataclass(frozen=True)
-class DebugTools:
-    """Functions of `debug`, a room above this one, for a graph that is made to run: see `frontend.compiler`."""
+class Callbacks:
+    """Functions of `debug` and `cache` that the runtime calls. `frontend.compiler` passes them in, because these rooms
+    stand above `runtime`.
+    """
 
     write_code: Callable[[Code, GraphModule], str]
     in_random_orders: Callable[[str, GraphModule, Counter[str]], Boxed]
     dump_data: Callable[[ExecutableGraph], Boxed]
     verify: Callable[[ExecutableGraph, Program], Program]
+    await_regions: Callable[[ExecutableGraph, Program], Program]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class ExecutableGraph:
     device: Device
     static_inputs: Sequence[int]
     functional: FunctionalProgram | None
-    tools: DebugTools
+    callbacks: Callbacks
     version: str = ""
     piece: int | None = None
     streams: StreamSet | None = None
@@ -132,9 +133,7 @@ class ExecutableGraph:
 class Program(ABC):
     """A compiled graph. It is called with one list of inputs, which it empties, and returns what the graph returns."""
 
-    is_whole = True  # False where Python runs a part of the compiled function, before or after this graph
     may_replay = False  # whether `replayed` ever has results
-    reads_numbers = False  # whether the graph returns numbers that depend on data
 
     def __init__(self, written: Sequence[int] = ()) -> None:
         """`written` are the inputs that the graph writes to."""
@@ -147,18 +146,39 @@ class Program(ABC):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         """The results of a call that is a replay and nothing else; None if the program has to be called.
 
-        The forward of a training step may hand out what it keeps as one `Kept` behind its results, if that is no result
-        of those that are `seen`.
+        With `seen`, the forward of a training step may return None for the values that it keeps, and one `KeptValues`
+        behind its results, if none of the results that are `seen` is kept.
         """
         return None
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
-        """The same for a backward; `args` has None where it reads what the forward has kept."""
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
+        """`replayed` for a backward. `args` holds None where the backward reads a value that the forward kept."""
         return None
 
     def free(self) -> None:
         """Free the captured graphs, if there are any; the next call of a key captures again."""
         return
+
+
+class Around(Program):
+    """A layer around a program. It hands on every question that its class does not answer itself."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.written)
+        self.may_replay = program.may_replay
+        self._program = program
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._program(args)
+
+    def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
+        return self._program.replayed(args, seen=seen)
+
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
+        return self._program.replayed_from(kept, args)
+
+    def free(self) -> None:
+        self._program.free()
 
 
 class Eager(Program):
@@ -174,18 +194,14 @@ class Eager(Program):
         note(args)
         if not _thread.warming or not self.written:
             return self._run(args)
-        tensors = [args[index] for index in self.written]
-        before = [tensor.clone() for tensor in tensors]
-        try:
+        with restored([args[index] for index in self.written]):
             return self._run(args)
-        finally:
-            _restore(tensors, before)
 
 
 class Deferred(Program):
-    """A program that is made when it is first called, or by a thread beside something that comes before that call.
+    """A program that is built in its first call, or before that by a thread (`made_beside`).
 
-    Whoever makes it holds the lock of compilations: loading code changes Inductor's configuration for a moment.
+    The builder holds the lock of compilations: loading code changes Inductor's configuration for a moment.
     """
 
     def __init__(self, make: Callable[[], Program]) -> None:
@@ -231,7 +247,7 @@ class Deferred(Program):
     def replayed(self, args: tuple[Any, ...], *, seen: frozenset[int] | None = None) -> Any:
         return self.made().replayed(args, seen=seen)
 
-    def replayed_from(self, kept: Kept, args: list[Any]) -> Any:
+    def replayed_from(self, kept: KeptValues, args: list[Any]) -> Any:
         return self.made().replayed_from(kept, args)
 
     def free(self) -> None:
@@ -241,6 +257,9 @@ class Deferred(Program):
 
 class GraphProgram(Program):
     """A program with captured graphs in it."""
+
+    is_whole = True  # False where Python runs a part of the compiled function, before or after this graph
+    reads_numbers = False  # whether the graph returns numbers that depend on data
 
     def __call__(self, args: list[Any]) -> Any:
         return _run_in_session(self, args) if active else self.call(args)
@@ -314,7 +333,7 @@ _NOTES = "graphex captures held back"
 
 @contextmanager
 def captures_held_back(note: Note) -> Iterator[None]:
-    """Graphs run as generated code, because something around them is captured.
+    """Inside, graphs run as generated code, because something around them is captured.
 
     `note` sees the inputs of each that this thread runs, or a backward of this thread.
     """
@@ -332,7 +351,7 @@ def captures_held_back(note: Note) -> Iterator[None]:
 
 
 def note(args: list[Any]) -> None:
-    """Show the inputs of a graph to whatever holds captures back around it."""
+    """Show the inputs of a graph to the innermost `note` of `captures_held_back`."""
     for see in of_thread(_NOTES)[-1:]:
         see(args)
 
@@ -358,6 +377,16 @@ def _run_in_session(program: GraphProgram, args: list[Any]) -> Any:
         assert _thread.ran is not None
         _thread.ran.append(Ran(program, given, results, _thread.is_whole))
     return results
+
+
+@contextmanager
+def restored(tensors: list[Tensor]) -> Iterator[None]:
+    """Put back, in the end, the values that these tensors have now."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        _restore(tensors, before)
 
 
 def _restore(tensors: list[Tensor], before: list[Tensor]) -> None:
@@ -472,7 +501,7 @@ def repeated(written: list[int], known: dict[int, Count], *, elsewhere: bool) ->
 
 @contextmanager
 def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Undo the writes that captured ops count: a capture computes nothing."""
+    """Restore version counters after a capture: its ops count writes although nothing is computed."""
     seen = [tensor for tensor in tensors if not tensor.is_inference()] if sets_versions() else []
     before = [tensor._version for tensor in seen]
     try:

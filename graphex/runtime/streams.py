@@ -1,8 +1,8 @@
 """Streams around a graph, between its pieces, and tried out for its branches.
 
 `ExternalStreams` orders a program with streams and events of the user's. Inside, their work runs on streams of the
-graph's own, captured or not. So a call starts behind the work that these streams have been given before, and they go on
-behind the call: from outside it looks as if the work had been done on them.
+graph's own, captured or not. A call waits for the earlier work of the user's streams, and they wait for the call: from
+outside it looks as if the work had been done on them.
 
 The streams of a graph that is cut meet at every cut, and part again behind it:
 
@@ -15,8 +15,8 @@ The streams of a graph that is cut meet at every cut, and part again behind it:
                   b = cos(a)  side; record("b", side); wait("b", current)
                   c = add(b, n)
 
-An event of the user's whose record and wait are in one piece stays. The order that any other one asks for is given by
-the cut. Further events are added as for a whole graph, from the reads and writes of the piece.
+A user's event stays if one piece both records it and waits for it. For every other event the cut gives the order.
+Further events are added as for a whole graph, from the reads and writes of the piece.
 
 With `auto_streams` there is a second version of a graph, with its branches on another stream, kept where it is faster
 (`Trial`). For each combination of sizes the first calls run the plain program. Then both are timed in turn on the
@@ -50,14 +50,15 @@ from graphex.passes.streams import AddingEvents, why_not_automatic
 from graphex.records import AutoStreams
 from graphex.rewrite.runner import Runner
 from graphex.runtime import program as programs
-from graphex.runtime.capture_plan import Key, KeyReader
+from graphex.runtime.capture_plan import KeyReader
 from graphex.runtime.codegen import PART
+from graphex.runtime.guards import CaptureKey
 from graphex.runtime.program import ExecutableGraph, FunctionalProgram, Program
 from graphex.torch_private.dynamo import external_object
 
 
 class ExternalStreams(Program):
-    """A program that is ordered with streams and events of the user's."""
+    """A program that is ordered with streams and events of the user's. No call of it is a replay and nothing else."""
 
     def __init__(self, program: Program, streams: Sequence[int], events: ExternalEvents, device: Device) -> None:
         """`streams` are torch's numbers for them."""
@@ -211,7 +212,10 @@ def second_version(runner: Runner, functional: FunctionalProgram, device: Device
 
 
 class Trial(Program):
-    """`one` stream or `two`, whichever is faster for the sizes of a call."""
+    """`one` stream or `two`, whichever is faster for the sizes of a call.
+
+    Its backwards are not replayed from kept values: with `auto_streams` no forward keeps any.
+    """
 
     def __init__(self, graph: ExecutableGraph, one: Program, two: Program) -> None:
         super().__init__(one.written)
@@ -220,8 +224,8 @@ class Trial(Program):
         self._graph, self._functional, self._device = graph, graph.functional, graph.device
         self._key = KeyReader(graph.gm, Aliases(graph.gm.graph), graph.device)
         self._one, self._two = one, two
-        self._calls: Counter[Key] = Counter()
-        self._chosen: dict[Key, Program] = {}
+        self._calls: Counter[CaptureKey] = Counter()
+        self._chosen: dict[CaptureKey, Program] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         if reason := self._functional.why(args):
@@ -244,15 +248,9 @@ class Trial(Program):
         self._one.free()
         self._two.free()
 
-    def _decide(self, key: Key, args: list[Any]) -> Program:
-        written = [args[index] for index in self.written]
-        before = [tensor.clone() for tensor in written]
-        try:
+    def _decide(self, key: CaptureKey, args: list[Any]) -> Program:
+        with programs.restored([args[index] for index in self.written]):
             one, two = self._timed(args)
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(written, before, strict=True):
-                    tensor.copy_(value)
         ratio = one / two
         faster = ratio >= WORTHWHILE
         self._chosen[key] = self._two if faster else self._one

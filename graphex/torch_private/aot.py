@@ -63,13 +63,13 @@ def is_compiled_ahead() -> bool:
 
 
 def without_autograd_cache() -> AbstractContextManager[Any]:
-    """AOTAutograd keeps nothing of what is compiled here: it could only keep Inductor's code."""
+    """Switch AOTAutograd's cache off for what is compiled inside: it could only keep Inductor's code."""
     there = {name: False for name in _CACHES if getattr(_functorch_config, name, False)}
     return _functorch_config.patch(there) if there else nullcontext()
 
 
 def memory_budget(share: float) -> AbstractContextManager[Any]:
-    """The partitioner saves at most this share of what it would like to save for a backward."""
+    """Let the partitioner save at most this share, inside, of what it would like to save for a backward."""
     if share == 1.0 or not hasattr(_functorch_config, "activation_memory_budget"):
         return nullcontext()
     patched: AbstractContextManager[Any] = _functorch_config.patch(activation_memory_budget=share)
@@ -137,7 +137,7 @@ def implemented_in_python() -> str:
 
 
 def only_hands_over(written: Collection[int], *, but_marks: bool = False) -> bool:
-    """Whether AOTAutograd's wrapper leaves a call of the inference graph being compiled as it is, but for grad mode.
+    """Whether AOTAutograd's wrapper only switches grad mode around calls of the inference graph being compiled.
 
     That is: no result is made again from an input or marked as dynamic (`but_marks` does not ask for that), no input is
     updated after the call, no switch is set, and the writes that it counts are among those to the inputs `written`.

@@ -32,7 +32,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _lost(what: str) -> str:
-    """A torch without CUDA has none of these names, and loses nothing."""
+    """The text of a loss; empty for a torch without CUDA, which has none of these names and loses nothing."""
     return what if torch.version.cuda is not None else ""
 
 
@@ -156,7 +156,7 @@ def switches_for(libraries: Iterable[str]) -> tuple[Switch, ...]:
 
 
 def states(switches: Iterable[Switch]) -> tuple[object, ...]:
-    """Two calls with the same states compute the same."""
+    """The states of switches. Two calls with the same ones compute the same."""
     return tuple(map(call, switches))
 
 
@@ -174,7 +174,7 @@ def _switch(name: str) -> Switch | None:
 
 
 def _tuple(get: Callable[[], list[int]]) -> tuple[int, ...]:
-    """A list is no part of a key."""
+    """The value of a switch that is a list, as a key can have it."""
     return tuple(get())
 
 

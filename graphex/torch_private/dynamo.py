@@ -1,20 +1,19 @@
-"""Dynamo: the compilation in progress, errors on their way to the user, debug folders, the table of backends, streams.
+"""Dynamo: modes and hooks, settings, errors on their way to the user, debug folders, the table of backends, streams.
 
-Most names are optional. Without one, errors come as `BackendCompilerFailed`, `TORCH_COMPILE_DEBUG` writes no files of
-graphex, or `graphex.journal` finds no journal; `graphex doctor` lists what this torch lacks.
+The functions that Dynamo compiles are in `frames`. Most names are optional. Without one, errors come as
+`BackendCompilerFailed`, or `TORCH_COMPILE_DEBUG` writes no files of graphex; `graphex doctor` lists what this torch
+lacks.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -40,12 +39,12 @@ else:
 class DispatchMode(TorchDispatchMode):
     """A TorchDispatchMode that threads may enter and leave at any time.
 
-    torch notes for the whole process whether a mode is on, and a mode that is left puts back the note that it found:
+    torch keeps one flag per process for "a mode is on". A mode that exits restores the flag that it found on entry:
 
-        thread 1   enters                         leaves
-        thread 2            enters, finds "on"             leaves, puts back "on", for good
+        thread 1   enters                         exits
+        thread 2            enters, finds "on"            exits, restores "on", for good
 
-    Dynamo's guards read that note. With a wrong one, what was compiled outside of a mode is compiled again inside.
+    Dynamo's guards read that flag. With a wrong one, code that was compiled outside of a mode is compiled again.
     """
 
     def __exit__(self, *error: Any) -> None:
@@ -53,25 +52,25 @@ class DispatchMode(TorchDispatchMode):
         forget_modes_of_others()
 
 
-_NOTES = (
+_FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-_note_for_guards = private(
+_set_flag_for_guards = private(
     "torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals", lambda value: None
 )
 
 
 def forget_modes_of_others() -> None:
-    """Take torch's notes on modes back, if this thread is in none."""
+    """Reset torch's flags for modes, if this thread is in none."""
     if dispatch_modes():
         return
-    notes = vars(sys.modules[TorchDispatchMode.__module__])
-    wrong = [name for name in _NOTES if notes.get(name)]
+    flags = vars(sys.modules[TorchDispatchMode.__module__])
+    wrong = [name for name in _FLAGS if flags.get(name)]
     if wrong:
-        notes.update(dict.fromkeys(wrong, False))
-        _note_for_guards(False)
+        flags.update(dict.fromkeys(wrong, False))
+        _set_flag_for_guards(False)
 
 
 _NO_ARTIFACTS = "TORCH_TRACE shows nothing of graphex"
@@ -106,7 +105,6 @@ Where torch keeps it elsewhere, inputs are asked for tangents in every call.
 """
 
 _dispatch_mode_stack = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", list)
-_cached_backends: dict[int, Any] = private("torch._dynamo.eval_frame.cached_backends", {})
 _trace_log: Any = private("torch._logging._internal.trace_log", None, lost=_NO_ARTIFACTS)
 _trace_structured = private("torch._logging._internal.trace_structured", None, lost=_NO_ARTIFACTS)
 _TraceHandler: Any = private("torch._logging._internal.LazyTraceHandler", object)
@@ -140,7 +138,9 @@ _has_objects = TorchVersion(torch.__version__) >= "2.12" and None not in (_is_in
 
 
 class _OfThread(threading.local):
-    """The same where torch does not. In a thread of autograd's, which Python has not started, the newest count."""
+    """Values per thread for torch 2.11, which keeps none itself. A thread of autograd's, which Python did not start,
+    sees the newest value of any thread.
+    """
 
     newest: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -207,9 +207,12 @@ def trace_artifact(name: str, encoding: str, text: str) -> None:
         _trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
 
 
+# -- compilations ------------------------------------------------------------------------------------------------------
+# Their lock, settings, times and errors, and the table of backends.
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile returned"
 _NO_FILES = "TORCH_COMPILE_DEBUG=1 writes no files of graphex"
 
 compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_frame.compile_lock", nullcontext())
@@ -258,15 +261,6 @@ _ShortenTraceback = private("torch._dynamo.exc.ShortenTraceback", None, lost="er
 _compile_id = private(
     "torch._guards.CompileContext.current_compile_id", lambda: None, lost="graphs are not named after Dynamo's"
 )
-_current_tx = private("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: None, lost=_NO_JOURNAL)
-RESUME_PREFIX: str = private(
-    "torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX",
-    "",
-    lost="the rest of a function after a graph break counts as a function of its own",
-)
-_OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_JOURNAL)
-_cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
-_innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
 _debug_dir = private("torch._dynamo.utils.get_debug_dir", None, lost=_NO_FILES)
 
 mark_growing: Callable[[Tensor, int], None] | None = private(
@@ -361,7 +355,7 @@ def frame_times() -> list[FrameTimes]:
 
 
 def room_to_recompile() -> AbstractContextManager[Any]:
-    """Every report compiles anew; torch's limit is meant for one program that recompiles by accident."""
+    """Raise torch's recompile limit inside: every report compiles anew, and the limit is meant for accidents."""
     limits: AbstractContextManager[Any] = _patch_config(recompile_limit=1024, accumulated_recompile_limit=4096)
     return limits
 
@@ -405,128 +399,6 @@ def compile_id() -> str:
     return "-" if current is None else str(current)
 
 
-def compiling_backend() -> object | None:
-    """The object that `torch.compile` made for the call that is being compiled now; None outside Dynamo."""
-    try:
-        backend: object = _innermost(_current_tx().output.compiler_fn)
-        return backend
-    except AttributeError:
-        return None
-
-
-def compiling_code() -> CodeType | None:
-    """The code object of the Python function that is being compiled now."""
-    try:
-        code: CodeType = _current_tx().output.root_tx.f_code
-        return code
-    except AttributeError:
-        return None
-
-
-def compiling_frame() -> tuple[CodeType | None, Mapping[str, Any]]:
-    """The code object of the function that is being compiled now, and the values of its local variables."""
-    code = compiling_code()
-    if code is None:
-        return None, {}
-    return code, getattr(_current_tx().output.root_tx, "f_locals", {})
-
-
-def is_whole(gm: GraphModule) -> bool:
-    """Whether Dynamo's graph is a whole function: Python runs none of it, neither before the graph nor after it."""
-    code = compiling_code()
-    is_rest = code is not None and code.co_name.startswith(RESUME_PREFIX)
-    return not is_rest and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
-
-
-def backend_of(compiled: object) -> object | None:
-    """The object behind something that `torch.compile` made, or a module's own `compile`; None behind anything else."""
-    compiled = _compiled_in_place(compiled)
-    context = compiled.dynamo_ctx if isinstance(compiled, _OptimizedModule) else _context_in_closure(compiled)
-    callback = getattr(context, "callback", None)
-    backend: object = None if callback is None else _innermost(callback)
-    return backend
-
-
-def called_backends() -> list[str]:
-    """The names of the backends that something was compiled with in this process, where they have names."""
-    found = (getattr(each, "compiler_name", getattr(each, "__name__", None)) for each in _cached_backends.values())
-    return list(dict.fromkeys(name for name in found if isinstance(name, str)))
-
-
-def compiled_ahead(compiled: object) -> object:
-    """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
-    return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
-
-
-def called_by(backend: object) -> object:
-    """The function or object that was given to `torch.compile` as its backend, or a `functools.partial` of it."""
-    called = getattr(backend, "compiler_fn", backend)
-    while isinstance(called, functools.partial):
-        called = called.func
-    return called
-
-
-def code_of(compiled: object) -> CodeType | BuiltinFunctionType | None:
-    """The code object of the user's function behind a compiled one; a function written in C stands for itself."""
-    is_module = isinstance(compiled, torch.nn.Module)
-    original = compiled if is_module else getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    if _is_wrapper(getattr(original, "__code__", None)):
-        original = getattr(original, "__wrapped__", original)
-    while isinstance(original, (_OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
-        original = original._orig_mod if isinstance(original, _OptimizedModule) else original.module
-    if isinstance(original, torch.nn.Module):
-        original = original.forward
-    code = getattr(original, "__code__", original)
-    return code if isinstance(code, (CodeType, BuiltinFunctionType)) else None
-
-
-def compiling_users_code() -> CodeType | BuiltinFunctionType | None:
-    """The code object of the user's function that is being compiled now, as `code_of` gives it for the result."""
-    code, values = compiling_frame()
-    return code_of(values["fn"]) if _is_wrapper(code) and "fn" in values else code
-
-
-def _is_wrapper(code: CodeType | None) -> bool:
-    """Whether a code object is that of the function which Dynamo puts around torch's own modules and functions, whose
-    frames it does not compile: `Sequential` and `TransformerEncoder` share it.
-    """
-    return code is not None and code.co_filename == _WRAPPERS
-
-
-_WRAPPERS = str(private("torch._dynamo.external_utils.__file__", ""))
-
-_cache_entries: Callable[[CodeType], list[Any]] = private(
-    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
-    lambda code: [],
-    lost="the first step of every generation runs uncaptured",
-)
-
-
-def compiled_version(function: Any, values: dict[str, Any]) -> str | None:
-    """Which of the graphs that Dynamo has for a function a call with these local variables would run.
-
-    Guards are asked, and nothing runs. None if Dynamo would compile the function, or if it cannot be asked.
-    """
-    for entry in _cache_entries(function.__code__):
-        guards, name = getattr(entry, "guard_manager", None), getattr(entry, "compile_id", None)
-        if guards is None or name is None:
-            return None
-        if guards.check(values):
-            return str(name)
-    return None
-
-
-def compilations_of(code: CodeType, backend: object) -> set[str]:
-    """The compilations of a function for a backend that Dynamo keeps: ``0/0``, ``0/1``."""
-    kept = [entry for entry in _cache_entries(code) if getattr(entry, "backend", None) == backend]
-    return {str(getattr(entry, "compile_id", "")) for entry in kept}
-
-
-def cached_backends_equal_to(backend: object) -> list[object]:
-    """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
-    return [other for other in _cached_backends.values() if other is not backend and other == backend]
-
-
 def input_sources(gm: GraphModule) -> list[str]:
     """Where Dynamo found each input of its graph: ``L['self']._modules['embed']._parameters['weight']``."""
     names = []
@@ -542,31 +414,6 @@ def debug_directory() -> Path | None:
     """Torch's directory of this run's debug files, when TORCH_COMPILE_DEBUG=1."""
     wanted = private("torch._inductor.config.trace.enabled", False, lost=_NO_FILES)
     return Path(_debug_dir()) if wanted and _debug_dir is not None else None
-
-
-def _innermost(callback: Any) -> object:
-    """The object that `torch.compile` made. DDPOptimizer, which cuts graphs at DDP's buckets, stands before it."""
-    backend: object = _innermost_backend(callback)
-    while (behind := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
-        backend = _innermost_backend(behind)
-    return backend
-
-
-def _compiled_in_place(compiled: object) -> object:
-    """`module.compile()` returns nothing: the module keeps what `torch.compile` returned."""
-    if isinstance(compiled, DistributedDataParallel) and compiled._compiled_call_impl is None:
-        compiled = compiled.module
-    inner = compiled._compiled_call_impl if isinstance(compiled, torch.nn.Module) else None
-    return compiled if inner is None else inner
-
-
-def _context_in_closure(compiled: object) -> object | None:
-    """`torch.compile(function)` keeps its context in the wrapper's closure and nowhere else."""
-    for cell in getattr(compiled, "__closure__", None) or ():
-        if hasattr(cell.cell_contents, "callback"):
-            context: object = cell.cell_contents
-            return context
-    return None
 
 
 # -- streams and events of model code ----------------------------------------------------------------------------------

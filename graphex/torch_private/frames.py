@@ -1,25 +1,43 @@
-"""Dynamo's frames: the function behind a graph, the break that ended it, and the guard that asked for a new one.
+"""Dynamo's frames: functions that are compiled, or were, their code and their backend; why graphs end, or come again.
 
-Every name is optional. Without one, a graph break or a recompilation has no cause in the journal, which says so.
+Every name is optional. Without one, `graphex.journal` finds no journal, or a graph break or a recompilation has no
+cause in the journal, which says so.
 """
 
 from __future__ import annotations
 
+import functools
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import BuiltinFunctionType, CodeType
 from typing import Any
 
 from torch.fx import GraphModule
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
-from graphex.torch_private.dynamo import RESUME_PREFIX, compilations_of, compiling_frame
 from graphex.torch_private.lookup import private
 
+_NO_JOURNAL = "graphex.journal does not find the journal of what torch.compile returned"
 _NO_BREAKS = "a graph after a break does not say what broke"
 _NO_GUARDS = "recompilations do not say which guard failed"
 
+_current_tx = private("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", lambda: None, lost=_NO_JOURNAL)
+RESUME_PREFIX: str = private(
+    "torch._dynamo.resume_execution.TORCH_DYNAMO_RESUME_IN_PREFIX",
+    "",
+    lost="the rest of a function after a graph break counts as a function of its own",
+)
+_OptimizedModule = private("torch._dynamo.eval_frame.OptimizedModule", lost=_NO_JOURNAL)
+_cached_backends = private("torch._dynamo.eval_frame.cached_backends", {}, lost=_NO_JOURNAL)
+_innermost_backend = private("torch._dynamo.eval_frame.innermost_backend", lambda callback: callback, lost=_NO_JOURNAL)
+_WRAPPERS = str(private("torch._dynamo.external_utils.__file__", ""))
+_cache_entries: Callable[[CodeType], list[Any]] = private(
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
+    lambda code: [],
+    lost="the first step of every generation runs uncaptured",
+)
 _break_reasons: Sequence[Any] = private("torch._dynamo.utils.graph_break_reasons", (), lost=_NO_BREAKS)
 _guard_failures: Mapping[Any, list[str]] = private("torch._dynamo.utils.guard_failures", {}, lost=_NO_GUARDS)
 _metrics = private(
@@ -27,6 +45,164 @@ _metrics = private(
 )
 _ENTRIES = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
 _LOCALS = "<locals>."
+
+
+# -- functions that are compiled, or were ------------------------------------------------------------------------------
+
+
+def compiling_backend() -> object | None:
+    """The object that `torch.compile` made for the call that is being compiled now; None outside Dynamo."""
+    try:
+        backend: object = _innermost(_current_tx().output.compiler_fn)
+        return backend
+    except AttributeError:
+        return None
+
+
+def compiling_code() -> CodeType | None:
+    """The code object of the Python function that is being compiled now."""
+    try:
+        code: CodeType = _current_tx().output.root_tx.f_code
+        return code
+    except AttributeError:
+        return None
+
+
+def compiling_frame() -> tuple[CodeType | None, Mapping[str, Any]]:
+    """The code object of the function that is being compiled now, and the values of its local variables."""
+    code = compiling_code()
+    if code is None:
+        return None, {}
+    return code, getattr(_current_tx().output.root_tx, "f_locals", {})
+
+
+def is_whole(gm: GraphModule) -> bool:
+    """Whether Dynamo's graph is a whole function: Python runs none of it, neither before the graph nor after it."""
+    code = compiling_code()
+    is_rest = code is not None and code.co_name.startswith(RESUME_PREFIX)
+    return not is_rest and not getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
+
+
+def backend_of(compiled: object) -> object | None:
+    """The object behind something that `torch.compile` made, or a module's own `compile`; None behind anything else."""
+    compiled = _compiled_in_place(compiled)
+    context = compiled.dynamo_ctx if isinstance(compiled, _OptimizedModule) else _context_in_closure(compiled)
+    callback = getattr(context, "callback", None)
+    backend: object = None if callback is None else _innermost(callback)
+    return backend
+
+
+def compiled_ahead(compiled: object) -> object:
+    """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
+    return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
+
+
+def called_backends() -> list[str]:
+    """The names of the backends that something was compiled with in this process, where they have names."""
+    found = (getattr(each, "compiler_name", getattr(each, "__name__", None)) for each in _cached_backends.values())
+    return list(dict.fromkeys(name for name in found if isinstance(name, str)))
+
+
+def called_by(backend: object) -> object:
+    """The function or object that was given to `torch.compile` as its backend, or a `functools.partial` of it."""
+    called = getattr(backend, "compiler_fn", backend)
+    while isinstance(called, functools.partial):
+        called = called.func
+    return called
+
+
+def code_of(compiled: object) -> CodeType | BuiltinFunctionType | None:
+    """The code object of the user's function behind a compiled one; a function written in C stands for itself."""
+    is_module = isinstance(compiled, Module)
+    original = compiled if is_module else getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    if _is_wrapper(getattr(original, "__code__", None)):
+        original = getattr(original, "__wrapped__", original)
+    while isinstance(original, (_OptimizedModule, DistributedDataParallel)):  # Dynamo does not compile DDP's forward
+        original = original._orig_mod if isinstance(original, _OptimizedModule) else original.module
+    if isinstance(original, Module):
+        original = original.forward
+    code = getattr(original, "__code__", original)
+    return code if isinstance(code, (CodeType, BuiltinFunctionType)) else None
+
+
+def compiling_users_code() -> CodeType | BuiltinFunctionType | None:
+    """The code object of the user's function that is being compiled now, as `code_of` gives it for the result."""
+    code, values = compiling_frame()
+    return code_of(values["fn"]) if _is_wrapper(code) and "fn" in values else code
+
+
+def _is_wrapper(code: CodeType | None) -> bool:
+    """Whether a code object is that of the function which Dynamo puts around torch's own modules and functions, whose
+    frames it does not compile: `Sequential` and `TransformerEncoder` share it.
+    """
+    return code is not None and code.co_filename == _WRAPPERS
+
+
+def compiled_version(function: Any, values: dict[str, Any]) -> str | None:
+    """Which of the graphs that Dynamo has for a function a call with these local variables would run.
+
+    Guards are asked, and nothing runs. None if Dynamo would compile the function, or if it cannot be asked.
+    """
+    for entry in _cache_entries(function.__code__):
+        guards, name = getattr(entry, "guard_manager", None), getattr(entry, "compile_id", None)
+        if guards is None or name is None:
+            return None
+        if guards.check(values):
+            return str(name)
+    return None
+
+
+def compilations_of(code: CodeType, backend: object) -> set[str]:
+    """The compilations of a function for a backend that Dynamo keeps: ``0/0``, ``0/1``."""
+    kept = [entry for entry in _cache_entries(code) if getattr(entry, "backend", None) == backend]
+    return {str(getattr(entry, "compile_id", "")) for entry in kept}
+
+
+def cached_backends_equal_to(backend: object) -> list[object]:
+    """Backends that Dynamo treats as the same as this one and may therefore share compiled code with it."""
+    return [other for other in _cached_backends.values() if other is not backend and other == backend]
+
+
+def _innermost(callback: Any) -> object:
+    """The object that `torch.compile` made. DDPOptimizer, which cuts graphs at DDP's buckets, stands before it."""
+    backend: object = _innermost_backend(callback)
+    while (behind := getattr(getattr(backend, "__self__", None), "backend_compile_fn", None)) is not None:
+        backend = _innermost_backend(behind)
+    return backend
+
+
+def _compiled_in_place(compiled: object) -> object:
+    """The result of `torch.compile` that `module.compile()` has left on a module; anything else as it is."""
+    if isinstance(compiled, DistributedDataParallel) and compiled_call(compiled) is None:
+        compiled = compiled.module
+    inner = compiled_call(compiled) if isinstance(compiled, Module) else None
+    return compiled if inner is None else inner
+
+
+COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds what it calls instead of itself
+
+
+def compiled_call(module: Module) -> Callable[..., Any] | None:
+    """The function that calls of a module run after `module.compile()`; None before."""
+    found: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
+    return found
+
+
+def set_compiled_call(module: Module, call: Callable[..., Any] | None) -> None:
+    """Let calls of a module run this function; its own call for None."""
+    setattr(module, COMPILED_CALL, call)
+
+
+def _context_in_closure(compiled: object) -> object | None:
+    """The context that `torch.compile(function)` keeps in the closure of its wrapper; None without one."""
+    for cell in getattr(compiled, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "callback"):
+            context: object = cell.cell_contents
+            return context
+    return None
+
+
+# -- what ends a graph -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """FX graphs and the operators that their nodes call, in three parts.
 
-graphs         copies that share only values, modules around graphs, the qualified names of call targets
-operators      composite or not, conditions on arguments, and ways into a kernel that cost the host less
+graphs         copies that share only values, modules around graphs, nodes that are gone or replaced, names of targets
+operators      composite or not, written arguments, conditions, and ways into a kernel that cost the host less
 mutable ops    custom ops as AOTAutograd leaves them, wrapped in `auto_functionalized_v2`, which copies what they write
 
 A `GraphModule` writes its graph as code, by the `repr` of the arguments, whenever it gets a graph. graphex generates
@@ -12,8 +12,8 @@ the names of the third part models with mutable custom ops run without graphex's
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ _Lazy = private("torch.fx._lazy_graph_module._LazyGraphModule", GraphModule)
 
 
 def qualified_name(target: Callable[..., Any]) -> str:
-    """`torch.ops.aten.add.Tensor`"""
+    """The dotted name of a target: `torch.ops.aten.add.Tensor`."""
     return str(_name(target))
 
 
@@ -63,6 +63,26 @@ def graph_module(root: torch.nn.Module, graph: Graph, class_name: str = "GraphMo
 def copy_module(gm: GraphModule) -> GraphModule:
     """A module with a graph of its own; submodules, parameters and constants are shared."""
     return graph_module(gm, copy_graph(gm.graph))
+
+
+def is_erased(node: Node) -> bool:
+    """Whether a node has been taken out of its graph."""
+    return bool(node._erased)
+
+
+def pytree_of(graph: Graph) -> Any:
+    """How the arguments and results of a graph's module are nested; None if they are flat."""
+    return getattr(graph._codegen, "pytree_info", None)
+
+
+@contextmanager
+def replacements_told(gm: GraphModule, note: Callable[[Node, str, Node], None]) -> Iterator[None]:
+    """Tell `note` of every node of a module that another replaces: the old one, the new name, a reader."""
+    gm._register_replace_node_hook(note)
+    try:
+        yield
+    finally:
+        gm._unregister_replace_node_hook(note)
 
 
 def set_graph(gm: GraphModule, graph: Graph) -> None:
@@ -124,6 +144,21 @@ _has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Whether the op is a Python-like function over other ops, whose schema does not say when it returns an input."""
     return bool(_has_kernel(op.name(), "CompositeImplicitAutograd"))
+
+
+@cache
+def written_places(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an op writes to, as its schema says."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_in_call(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call that the op writes to."""
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written_places(op)]
 
 
 def holds_tensors(kind: Any) -> bool:
@@ -234,7 +269,7 @@ def _correct_slice(node: Node, argument: str) -> None:
 
 
 def _slices_count_from_the_storage() -> bool:
-    """Whether this torch does, asked of an example."""
+    """Whether this torch counts slices from the start of the storage, asked of an example."""
     find = private("torch._higher_order_ops.auto_functionalize.try_use_slice", None)
     base = torch.empty(8)[4:]
     return find is not None and find(base, base[1:2]) == (0, 5, 6)
@@ -274,15 +309,16 @@ def _take_the_only_result(node: Node) -> None:
 
 
 def _of_any_type() -> AbstractContextManager[None]:
-    """Inductor's matcher passes over nodes it has no kernels for (complex numbers); a wrapper needs none."""
+    """Let Inductor's matcher take nodes that it has no kernels for (complex numbers): a wrapper needs none."""
     matcher = private("torch._inductor.pattern_matcher", lost=_NOT_UNWRAPPED)
     return replaced_in_this_thread(matcher, "fallback_node_due_to_unsupported_type", lambda *args, **kwargs: False)
 
 
 def _copied_from_where_they_begin() -> AbstractContextManager[None]:
-    """torch copies a written tensor from the start of its storage, and views the copy at the example's storage offset.
+    """Let the copy of a tensor that an op writes begin where the tensor does.
 
-    A tensor of a later call may have another storage offset, which no guard checks.
+    torch copies from the start of the storage, and views the copy at the example's storage offset. A tensor of a later
+    call may have another one, which no guard checks.
     """
     module = private("torch._higher_order_ops.auto_functionalize", lost=_NOT_UNWRAPPED)
     return replaced_in_this_thread(module, "clone_preserve_strides", lambda original, value: _copy_of(value, original))

@@ -82,10 +82,10 @@ def left_for_later(later: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module that is imported once something of it is used. Until it is out of the way, only `later` can be.
+    """Stands for a module until the real one is imported.
 
-    Another thread that imports Inductor meanwhile waits for that, but not for what the matcher imports: it may be
-    importing that itself. Nor for what Python asks of every module.
+    While it is in `sys.modules`, it offers only the name `later`. Another thread that asks it for any other name waits
+    until it is removed; the thread that made it, and dunder names, get an AttributeError at once.
     """
 
     def __init__(self, name: str, later: str) -> None:
@@ -204,8 +204,8 @@ def _entry() -> Callable[..., Any]:
 
 
 def _where_tracing_works(compile: F) -> F:
-    """Outside of a compilation of Dynamo's, in the middle of a call for one, dispatch keys may be off in this thread
-    that tracing needs: then another thread compiles.
+    """Let another thread compile outside of a compilation of Dynamo's: in the middle of a call, dispatch keys that
+    tracing needs may be off in this one.
     """
 
     @wraps(compile)
@@ -271,10 +271,10 @@ def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
 
 @contextmanager
 def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Float arguments of the user's call are tensors in a region: AOTAutograd has made them so in the whole graph.
+    """Keep AOTAutograd from asking Dynamo for constants in place of float arguments, while a region is compiled.
 
-    In the region it finds the symbol of such a float and no op that reads it, and would have Dynamo trace again, with a
-    constant in its place. Floats that Dynamo has been asked to make constants are none to ask for again.
+    It has made tensors of these floats in the whole graph. In the region it finds the symbol of such a float and no op
+    that reads it, and would have Dynamo trace again. It does not ask for a float that is noted as asked for already.
     """
     asked = find("torch._dynamo.symbolic_convert.TensorifyState").force_specializations
     sizes: Any = fake_mode.shape_env
@@ -309,7 +309,7 @@ def known_instruction_set() -> dict[str, Any]:
 
 @contextmanager
 def _without_trials(is_known: bool) -> Iterator[None]:
-    """Instruction sets are not tried if trials are known to succeed. The setting alone spares one of three."""
+    """Try no instruction sets inside if trials are known to succeed. The setting alone spares one of three."""
     sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ()) if is_known else ()
     for each in sets:
         each.check_build = lambda code: True
@@ -439,11 +439,11 @@ def _sources_known(hash: bytes) -> Iterator[None]:
 
 
 def runner_of(code: OutputCode) -> Callable[[list[Any]], Any]:
-    """The call of compiled code. Inductor's own call is made the first time, when it ends its notes on the compilation,
-    and for a profiler, where it names itself. It costs the host 3 us: the others go to what it would call.
+    """The call of compiled code, without Inductor's own around it, which costs the host 3 us. Inductor's is made the
+    first time, when it ends its notes on the compilation, and for a profiler, where it names itself.
 
-    It needs a module that imports all code generators. Code that was unpacked does without until something else has
-    imported that.
+    Inductor's own call needs a module that imports all code generators, so unpacked code does not use it until another
+    import has loaded that module.
     """
     inductor, is_first = find("torch._inductor"), True
 

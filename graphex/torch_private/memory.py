@@ -1,4 +1,4 @@
-"""Storages and version counters: whole storages as tensors, overlap, ownership, copies of many tensors at a time."""
+"""Storages and version counters: keys and addresses of storages, the extent of tensors, overlap, owners, copies."""
 
 from __future__ import annotations
 
@@ -121,6 +121,23 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return bool(_internal_overlap(tensor) == 1)
 
 
+def storage_key(tensor: Tensor) -> int:
+    """The storage of a tensor as a number, for as long as the storage lives. Fake tensors have one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the storage of a tensor begins in memory; 0 if it holds nothing. Fake tensors have no address."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """The number of elements from a tensor's first to its last, gaps included, expanded dimensions counted once."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 def whole_storage(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory behind a tensor as one flat tensor."""
     memory = tensor.untyped_storage()
@@ -170,9 +187,9 @@ def on_storage_of(owner: Tensor, dtype: torch.dtype, size: Sequence[int], stride
 
 
 class Owners:
-    """The owners of some tensors' memory: how many there are now, and later whether there are more.
+    """The owners of some tensors' storages: how many there are now, and later whether there are more.
 
-    What is known of memory that was counted before, by `known`, stays so: it may have more owners by now.
+    A storage that `known` has counted before keeps that count: it may have more owners by now.
     """
 
     def __init__(self, tensors: Iterable[Tensor], known: Owners | None = None) -> None:
@@ -186,10 +203,13 @@ class Owners:
 
     def own(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a storage of these."""
-        return tensor.untyped_storage()._cdata in self._places
+        return storage_key(tensor) in self._places
 
     def alone(self, readers: Mapping[int, int]) -> dict[int, int]:
-        """Of memory that so many more tensors hold now, by its address, the part that nothing else holds besides."""
+        """The entries of `readers` for storages that nothing holds but the owners counted before and these readers.
+
+        `readers` maps the address of a storage to the number of tensors that read it.
+        """
         if _storage_at is None or not all(self._before):  # this torch has no such functions
             return {}
         known = zip(self._storages, self._places, self._before, strict=True)
@@ -197,7 +217,7 @@ class Owners:
         return {address: count for address, count in readers.items() if address in found and found[address] <= count}
 
     def besides(self, readers: Mapping[int, int]) -> Callable[[], bool]:
-        """A function that says whether anything but so many tensors holds memory that is named here by its address."""
+        """A function that says whether a storage in `readers` has more holders than those and its earlier owners."""
         known = list(zip(self._storages, self._places, self._before, strict=True))
         chosen = [(place, before, storage) for storage, place, before in known if storage.data_ptr() in readers]
         places = [place for place, _, _ in chosen]
@@ -212,4 +232,4 @@ class Owners:
 
 def storage_owners(tensor: Tensor) -> int:
     """How many tensors hold the memory of this one."""
-    return int(_storage_uses(tensor.untyped_storage()._cdata))
+    return int(_storage_uses(storage_key(tensor)))

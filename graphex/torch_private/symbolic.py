@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,10 +62,52 @@ NEEDS_A_VALUE: tuple[type[Exception], ...] = (
 """The exceptions of tracing where a program asks for an element of a tensor."""
 
 
+def _with_types_of_statistics(norm: Any) -> Callable[..., Any]:
+    """A norm on fake tensors whose statistics are float32 where the CPU's kernel makes them so: of 16 bits with
+    parameters or running statistics of float32, as autocast has them. Its own are of 16 bits.
+    """
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        results = norm(*args, **kwargs)
+        if not _is_mixed(results[0], args):
+            return results
+        return (results[0], *(each.to(torch.float32) for each in results[1:3]), *results[3:])
+
+    return fake
+
+
+def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The derivative of a group norm on fake tensors, for x in the type of x; its own is float32 beside float32."""
+    results = torch.ops.aten.native_group_norm_backward.default(gradient, x, *args, **kwargs)
+    if results[0] is None or not _is_mixed(x, args):
+        return results
+    return (results[0].to(x.dtype), *results[1:])
+
+
+def _is_mixed(value: torch.Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a value on the CPU has 16 bits and stands beside arguments of float32."""
+    is_narrow = value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16)
+    return is_narrow and any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
+
+
+_STATISTICS = (
+    *(torch.ops.aten.native_group_norm.default, torch.ops.aten.native_layer_norm.default),
+    *(torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default),
+    *(torch.ops.aten._native_batch_norm_legit.no_stats, torch.ops.aten._native_batch_norm_legit_functional.default),
+    torch.ops.aten._batch_norm_with_update_functional.default,
+)
+_TYPES_OF_NORMS: dict[Any, Any] = {
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward,
+    **{norm: _with_types_of_statistics(norm) for norm in _STATISTICS},
+}
+NORMS = frozenset(_TYPES_OF_NORMS)
+"""Norms whose fakes are wrong about the types of results where values of several types come together."""
+
 FAKED_BY: dict[Any, Any] = {
     torch.ops.aten.zero.default: torch.ops.aten.empty_like.default,  # torch 2.11: its own forgets the strides
+    **_TYPES_OF_NORMS,
 }
-"""Ops whose results are laid out as those of another op, whatever their own fake says."""
+"""What the results of ops are computed by on fake tensors, where their own fakes are wrong about strides or types."""
 
 
 @contextmanager
@@ -80,6 +122,12 @@ def fake_like(value: FakeTensor) -> FakeTensor:
     with unset_fake_temporarily():
         meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, value.device)
+
+
+def mode_of(values: Iterable[object]) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among values, nested ones included; None without one."""
+    leaves = (leaf for value in values for leaf in pytree.tree_leaves(value))
+    return next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
 
 
 def hint_of(value: int | torch.SymInt, default: int) -> int:

@@ -74,7 +74,7 @@ def test_a_wait_reads_what_the_collective_reads_and_writes_its_result():
     assert facts.storages(h) < facts.read_by(w)
     assert facts.written_by(w) == facts.storages(r)
     assert facts.in_use.why(h, r) is None
-    assert facts.in_use.why(h, y).until is w
+    assert facts.in_use.why(h, y).node is w
     assert facts.in_use.why(h, z) is None
 
 
@@ -84,8 +84,8 @@ def test_without_a_wait_memory_is_in_use_to_the_end():
     r = built.call(collectives.all_reduce.default, h, "sum", "group")
     y = built.call(aten.relu.default, h)
     facts = built.facts(y, r)
-    assert facts.in_use.why(h, y).until is None
-    assert facts.in_use.why_escaped(h)
+    assert facts.in_use.why(h, y).node is None
+    assert facts.in_use.why_escaped(h) is not None
     assert facts.readers_after(h, y) == [built.graph.output_node()]
 
 
@@ -115,8 +115,8 @@ def test_a_copy_that_nobody_waits_for_uses_memory_of_the_host_to_the_end(source,
     c = built.call(aten._to_copy.default, h, device=target, non_blocking=True)
     y = built.call(aten.relu.default, h, device=source)
     facts = built.facts(c, y)
-    assert bool(facts.in_use.why(h, y)) == (flies == "source")
-    assert bool(facts.in_use.why(c, y)) == (flies == "result")
+    assert (facts.in_use.why(h, y) is not None) == (flies == "source")
+    assert (facts.in_use.why(c, y) is not None) == (flies == "result")
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"non_blocking": False}])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import graphex
-from graphex.cache.keys import Key, difference
+from graphex.cache.keys import CacheKey, difference
 from graphex.cache.sources import NoFingerprintError, fingerprint
-from graphex.cache.store import Store
+from graphex.cache.store import CacheStore
 from tests.harness.cached import asked, missed
 
 
@@ -136,7 +136,7 @@ def test_the_default_type_is_part_of_the_key(run):
     assert reason == "the setting 'default dtype' was torch.float32 and is torch.float64"
 
 
-def each_changed(key: Key) -> Iterator[tuple[str, Key]]:
+def each_changed(key: CacheKey) -> Iterator[tuple[str, CacheKey]]:
     """A key with one component after the other changed, and the name of that component."""
     for part, value in key.parts.items():
         if not isinstance(value, dict):
@@ -159,8 +159,8 @@ def test_every_component_of_a_key_makes_another_one_and_is_named(run, monkeypatc
     """With the settings of Inductor's, which are a part of it where there are regions."""
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
     run(function, torch.ones(2), regions_keep_out=["aten.relu", "aten.mul"])
-    (entry,) = Store().entries()
-    key = Store().key(entry.id)
+    (entry,) = CacheStore().entries()
+    key = CacheStore().key(entry.id)
     assert key is not None
     assert set(key.parts) == {
         *("graphex", "torch", "Triton", "Python", "CPU", "devices"),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import graphex
-from graphex.cache.store import Store
+from graphex.cache.store import CacheStore
 from graphex.env import sealed
 from graphex.errors import GraphexWarning
 from tests.harness.cached import asked, missed
@@ -127,7 +127,7 @@ def test_the_entries_that_were_not_used_for_the_longest_time_go_first(run, folde
     for age, path in zip((30, 20, 10), sorted(files(folder), key=lambda path: path.stat().st_mtime), strict=True):
         os.utime(path, (path.stat().st_mtime - age,) * 2)
     assert asked(run(torch.sin, torch.ones(2))) == ["hit"]
-    size = sum(entry.bytes for entry in Store().entries())
+    size = sum(entry.bytes for entry in CacheStore().entries())
     monkeypatch.setattr("graphex.cache.store.cache_limit", lambda: size)
     run(torch.exp, torch.ones(2))
     assert asked(run(torch.sin, torch.ones(2))) == ["hit"]
@@ -137,7 +137,7 @@ def test_the_entries_that_were_not_used_for_the_longest_time_go_first(run, folde
 def test_hits_are_counted(run, folder):
     for _ in range(3):
         run(function, torch.ones(2))
-    (entry,) = Store().entries()
+    (entry,) = CacheStore().entries()
     assert entry.hits == 2
 
 
@@ -168,7 +168,7 @@ def asked_by(count: int) -> list[list[str]]:
 
 def test_ten_processes_at_once_do_not_disturb_each_other(folder):
     assert all(each in (["miss"], ["hit"]) for each in asked_by(10))
-    assert not any(Store().problem(entry.id) for entry in Store().entries())
+    assert not any(CacheStore().problem(entry.id) for entry in CacheStore().entries())
     assert not list(folder.glob("*.new"))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from graphex.cache.store import Store
+from graphex.cache.store import CacheStore
 from graphex.cli import main
 from tests.harness.cached import asked, folder, run  # noqa: F401  # fixtures
 
@@ -32,8 +32,8 @@ def called(*arguments: str | Path, code: int = 0, input: str | None = None) -> s
 def two(run) -> None:  # noqa: F811
     """Two graphs of one function; the second was loaded once."""
     run(function, torch.ones(2))
-    (first,) = Store().entries()
-    path = Store().path / f"{first.id}.graph"
+    (first,) = CacheStore().entries()
+    path = CacheStore().path / f"{first.id}.graph"
     os.utime(path, (path.stat().st_mtime - 60,) * 2)
     for _ in range(2):
         run(function, torch.ones(2), inplace_pass=False)
@@ -70,7 +70,7 @@ def test_why_names_the_first_difference(two):
 
 def test_verify_finds_a_damaged_graph(two):
     assert called("verify") == "2 of 2 graphs are as they were written\n"
-    path = next(Store().path.glob("*.graph"))
+    path = next(CacheStore().path.glob("*.graph"))
     path.write_bytes(path.read_bytes()[:-1])
     assert path.name in called("verify", code=1)
 
@@ -78,10 +78,10 @@ def test_verify_finds_a_damaged_graph(two):
 def test_clear_removes_all_or_one(two):
     ids = [each["id"] for each in json.loads(called("list", "--json"))["graphs"]]
     called("clear", ids[0])
-    assert [entry.id for entry in Store().entries()] == ids[1:]
+    assert [entry.id for entry in CacheStore().entries()] == ids[1:]
     assert re.search(r"^1 graph, [1-9][\d.]* (B|KiB) in ", called("list"), re.MULTILINE)
     called("clear")
-    assert not list(Store().path.iterdir())
+    assert not list(CacheStore().path.iterdir())
 
 
 def test_an_archive_takes_graphs_elsewhere(two, run, tmp_path, monkeypatch):  # noqa: F811
@@ -90,7 +90,7 @@ def test_an_archive_takes_graphs_elsewhere(two, run, tmp_path, monkeypatch):  # 
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "elsewhere"))
     shown = called("import", archive, input="n\n", code=1)
     assert "function inference   cpu   torch " in shown
-    assert not Store().entries()
+    assert not CacheStore().entries()
     called("import", archive, input="y\n")
     assert asked(run(function, torch.ones(2))) == ["hit"]
 

@@ -17,7 +17,7 @@ import graphex
 from graphex.cli import COMMANDS, machine, main
 from graphex.cli.catalogue import NAMES, names_text
 from graphex.evidence.report.page import read_data
-from graphex.runtime import native
+from graphex.runtime import guards
 from graphex.torch_private import lookup
 from graphex.torch_private.lookup import TRIED
 from tests.harness.processes import ROOT, in_terminal, piped, plain, run
@@ -383,7 +383,7 @@ def test_doctor_says_which_private_names_of_torch_are_gone(monkeypatch: pytest.M
 
 
 def test_doctor_says_how_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     (found,) = (finding for finding in read("doctor") if finding["name"] == "replay check")
@@ -391,12 +391,12 @@ def test_doctor_says_how_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, tm
     assert "done in Python" in found["found"]
     assert "no-compiler" in found["found"]
     assert "install g++" in found["advice"]
-    assert native.fits is None
+    assert guards.fits is None
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_doctor_compiles_the_check_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
     (found,) = (finding for finding in read("doctor") if finding["name"] == "replay check")
     assert (found["status"], found["found"]) == ("ok", "done in C++, compiled and loaded")

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 import graphex
+from graphex.analysis.happens_before import Race, Walk
 from tests.harness.compiling import Observer, Outcome
 
 ours = torch.ops.graphex
@@ -126,3 +127,10 @@ def documented_pass(gm, example_inputs, config: graphex.CompilerConfig):
         if node.op == "call_function" and node.target == torch.ops.aten.sub.Tensor:
             with fx_graph.inserting_before(node):
                 fx_graph.call_function(torch.ops.air.wait.default, args=([record_node],))
+
+
+def races(graph: Graph) -> list[Race]:
+    """Everything that is missing in a graph whose events are final; empty if it is free of races."""
+    walk = Walk(graph)
+    walk.run()
+    return walk.races

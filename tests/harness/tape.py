@@ -185,6 +185,7 @@ class TapeDevice(Device):
         self.synchronized = 0
         self.user_captures = False
         self._one_at_a_time = threading.Lock()
+        self._capturer: int | None = None
 
     @property
     def alive(self) -> list[Tape]:
@@ -200,6 +201,7 @@ class TapeDevice(Device):
 
     def capture(self, run: Callable[[], Any], pool: Any, error_mode: str) -> tuple[Replay, Any]:
         with self._one_at_a_time:
+            self._capturer = threading.get_ident()
             tape = self.tape_type(self, pool, error_mode)
             state = torch.get_rng_state()
             try:
@@ -211,6 +213,7 @@ class TapeDevice(Device):
             except Exception as error:
                 raise CaptureError(str(error)) from error
             finally:
+                self._capturer = None
                 tape.rewind()
                 torch.set_rng_state(state)
             self.tapes.append(tape)
@@ -242,4 +245,4 @@ class TapeDevice(Device):
         self.synchronized += 1
 
     def is_capturing(self) -> bool:
-        return self.user_captures
+        return self.user_captures or self._capturer == threading.get_ident()

@@ -12,14 +12,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import attention
-from graphex.kernels.attention import Job, New, Tile, tiles
+from graphex.kernels.attention import AttentionTile, Job, New, tiles
 from graphex.kernels.launch import launch
 from tests.harness.kernels.attention import decode_job
 from tests.harness.kernels.hopper import MOST_SHARED, Compiler
 from tests.harness.kernels.rotary_attention import step
 
 
-def compiled(tile: Tile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | None = None) -> tuple[str, int]:
+def compiled(tile: AttentionTile, of: Job, monkeypatch: pytest.MonkeyPatch, new: New | None = None) -> tuple[str, int]:
     kernels = {name: Compiler(getattr(attention, name)) for name in ("attention_kernel", "combine_kernel")}
     for name, compiler in kernels.items():
         monkeypatch.setattr(attention, name, compiler)

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from graphex.kernels import attention, linears
-from graphex.kernels.attention import Tile
+from graphex.kernels.attention import AttentionTile
 from graphex.kernels.launch import launch
 from graphex.kernels.linears import GATED_GEMVS, GEMVS, Skinny
 from tests.harness.kernels.attention import decode_job
@@ -73,7 +73,7 @@ def test_attention_waits(adds_a_token, monkeypatch):
     kernels = [Compiler(getattr(attention, name)) for name in ("attention_kernel", "combine_kernel")]
     for kernel in kernels:
         monkeypatch.setattr(attention, kernel.kernel.__name__, kernel)
-    Tile(4, 64, 4, 2).prepare(of, new)(of, launch, new)
+    AttentionTile(4, 64, 4, 2).prepare(of, new)(of, launch, new)
     for kernel in kernels:
         (code,) = kernel.code
         assert_waits_first(code)

@@ -22,9 +22,10 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.ship_tiles import main as export
 from graphex.device import gpu
+from graphex.env import ChoiceFile, choices_in
 from graphex.errors import GraphexWarning
 from graphex.kernels import attention, experts, linears, tuning
-from graphex.kernels.tuning import Candidate, Store, Tuner
+from graphex.kernels.tuning import Candidate, Tuner
 
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
 
@@ -50,7 +51,7 @@ class Clock:
 
 
 def tuner(folder: Path, clock: tuning.Measure, shipped: dict | None = None, **conditions: str) -> Tuner:
-    return Tuner(Store(CONDITIONS | conditions, folder), shipped or {}, clock)
+    return Tuner(ChoiceFile(CONDITIONS | conditions, folder), shipped or {}, clock)
 
 
 def choose(by: Tuner, signature: str = "1x8", may_measure: bool = True) -> str:
@@ -134,7 +135,7 @@ def out_of_memory(candidates: list[Candidate]) -> dict[str, float]:
 
 @pytest.mark.parametrize("measure", [out_of_memory, Clock()], ids=["too little memory", "nothing runs"])
 def test_what_cannot_be_measured_is_the_default_in_this_process(tmp_path, measure):
-    by = Tuner(Store(CONDITIONS, tmp_path), {}, measure)
+    by = Tuner(ChoiceFile(CONDITIONS, tmp_path), {}, measure)
     assert choose(by) == "slow"
     assert [(c.name, c.source) for c in by.known()] == [("slow", "default")]
     assert by.is_settled("linears", "1x8")
@@ -171,7 +172,7 @@ def test_a_thread_that_captures_is_not_waited_for_without_end(tmp_path, monkeypa
     ],
 )
 def test_a_broken_file_is_said_once_and_measured_again(tmp_path, text):
-    store = Store(CONDITIONS, tmp_path)
+    store = ChoiceFile(CONDITIONS, tmp_path)
     store.path.write_text(text)
     clock = Clock(fast=1.0)
     by = Tuner(store, {}, clock)
@@ -194,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
 
 
 def _add_many(folder: Path, who: int) -> None:
-    store = Store(CONDITIONS, folder)
+    store = ChoiceFile(CONDITIONS, folder)
     for number in range(20):
         store.add("linears", f"{who}:{number}", {"name": "fast", "us": {}})
 
@@ -208,12 +209,12 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    assert len(Store(CONDITIONS, tmp_path).read()["linears"]) == 80
+    assert len(ChoiceFile(CONDITIONS, tmp_path).read()["linears"]) == 80
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
 
 
 def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    store = Store(CONDITIONS, tmp_path)
+    store = ChoiceFile(CONDITIONS, tmp_path)
     store.add("linears", "1x8", {"name": "fast", "us": {}})
 
     def interrupted(*_: object, **__: object) -> None:
@@ -228,15 +229,15 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 def test_the_cache_directory_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
-    assert Store(CONDITIONS).path.is_relative_to(tmp_path)
+    assert ChoiceFile(CONDITIONS).path.is_relative_to(tmp_path)
     monkeypatch.delenv("GRAPHEX_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert Store(CONDITIONS).path.is_relative_to(tmp_path / "xdg" / "graphex")
+    assert ChoiceFile(CONDITIONS).path.is_relative_to(tmp_path / "xdg" / "graphex")
 
 
 def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "cache"))
-    store = Store(tuning.conditions("Some GPU 9"))
+    store = ChoiceFile(tuning.conditions("Some GPU 9"))
     store.add("linears", "1x8", {"name": "fast", "us": {"fast": 1.0}})
     package = tmp_path / "package"
     assert CliRunner().invoke(export, ["Some GPU 9", "--to", str(package)]).exit_code == 0
@@ -252,7 +253,7 @@ def test_measured_choices_are_exported_and_then_found_as_shipped(monkeypatch, tm
 
 def shipped_choices(kind: str) -> list[tuple[str, str]]:
     """All that comes with graphex of one kind: signatures, and the names of the tiles."""
-    files = (tuning.parsed(path.read_text())[1] for path in tuning.SHIPPED.glob("*.json"))
+    files = (choices_in(path.read_text())[1] for path in tuning.SHIPPED.glob("*.json"))
     return [(text, entry["name"]) for choices in files for text, entry in choices.get(kind, {}).items()]
 
 

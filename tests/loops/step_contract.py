@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from inspect import CO_GENERATOR
 from pathlib import Path
 from typing import Any
@@ -1317,7 +1317,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
 @pytest.mark.parametrize("form", ["parts", "function"])
-def test_a_method_that_is_replaced_on_a_class_is_called(where, form, monkeypatch):
+@pytest.mark.parametrize("other", [lambda self, x: x.sin() * 5, partialmethod(lambda self, by, x: x.sin() * by, 5)])
+def test_a_method_that_is_replaced_on_a_class_is_called(where, form, other, monkeypatch):
     mine, theirs = model_on(where, Scaled), model_on(where, Scaled)
     plain = written_out(theirs, adam(theirs))
     step = graphex.train_step(mine, functional.cross_entropy, adam(mine))
@@ -1325,7 +1326,7 @@ def test_a_method_that_is_replaced_on_a_class_is_called(where, form, monkeypatch
         step = graphex.train_step(written_out(mine, adam(mine)))
     batches = points(where, 12)
     assert trained(step, batches[:6]) == pytest.approx(trained(plain, batches[:6]))
-    monkeypatch.setattr(Scaled, "scaled", lambda self, x: x.sin() * 5)
+    monkeypatch.setattr(Scaled, "scaled", other)
     assert trained(step, batches[6:]) == pytest.approx(trained(plain, batches[6:]))
     assert "'Scaled.scaled' was replaced, and compiled code does not see that" in reasons(step)
 
@@ -1342,10 +1343,65 @@ def penalised(model, optimizer):
     return step
 
 
-def test_create_graph_of_a_compiled_model_says_what_to_write(where):
+class Sloped(nn.Module):
+    """A model whose result is a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        options = {"create_graph": self.training}
+        return torch.autograd.grad(self.energy(x).sum(), x, **options)[0]
+
+
+def steep(model, optimizer):
+    def step(x, y):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def test_a_step_that_differentiates_twice_is_not_compiled_and_says_where_it_does(where):
+    x, y = points(where)[0]
+    cases: list[tuple[Any, Any, Callable[..., Any] | None, str]] = [
+        (mlp, penalised, None, "torch.autograd.grad(loss, list(model.parameters()), create_graph=True)"),
+        (Sloped, steep, None, 'options = {"create_graph": self.training}'),
+        (Sloped, steep, lambda result, y: result.square().mean(), 'options = {"create_graph": self.training}'),
+    ]
+    for kind, written, loss, line in cases:
+        mine, theirs = model_on(where, kind), model_on(where, kind)
+        plain = written(theirs, adam(theirs))
+        with pytest.warns(graphex.GraphexWarning, match="not compiled.*step_contract.py") as warned:
+            step = graphex.train_step(mine, loss, adam(mine)) if loss else graphex.train_step(written(mine, adam(mine)))
+            found = [step(x, y) for _ in range(STEPS)]
+        close(found, [plain(x, y).detach() for _ in range(STEPS)])
+        same_state(mine, theirs)
+        assert (count(step, "captured"), len(warned)) == (1, 1)
+        (record,) = step.journal.fallbacks
+        assert record.line.endswith(line)
+
+
+def test_create_graph_that_is_not_seen_before_says_what_to_write(where):
     model = model_on(where, mlp)
+    optimizer = adam(model)
+
+    @graphex.train_step
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), None, True, True)
+        sum(each.square().sum() for each in gradients).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
     with pytest.raises(graphex.GraphexError, match=r"train_step\(\.\.\., compile=False\)"):
-        graphex.train_step(penalised(model, adam(model)))(*points(where)[0])
+        step(*points(where)[0])
 
 
 def test_create_graph_is_captured_as_it_is_written(where):

@@ -469,6 +469,46 @@ def test_a_method_that_was_replaced_on_a_class_is_called(model, monkeypatch):
     assert reasons(model) == []
 
 
+class Scale:
+    """What a module may hold."""
+
+    def scaled(self, x):
+        return x
+
+
+def test_a_method_that_was_replaced_on_the_class_of_an_object_that_a_module_holds_is_called(model, monkeypatch):
+    mlp = type(model.model.layers[0].mlp)
+    kept = mlp.forward
+    for layer in model.model.layers:
+        layer.mlp.scale = Scale()
+    monkeypatch.setattr(mlp, "forward", lambda self, x: self.scale.scaled(kept(self, x)))
+    for method in (Scale.scaled, lambda self, x: -3 * x, lambda self, x: 2 * x):
+        monkeypatch.setattr(Scale, "scaled", method)
+        with torch.compiler.set_stance("default"):  # Dynamo has no guard on it
+            assert_same(model, prompt(), **GREEDY)
+
+
+class Negated:
+    """Stands for a method and says nothing of its arguments."""
+
+    def __init__(self, method):
+        self.method = method
+
+    def __get__(self, thing, kind=None):
+        return self if thing is None else partial(self, thing)
+
+    def __call__(self, *given):
+        return -3 * self.method(*given)
+
+
+def test_an_object_may_stand_for_a_method_on_a_class(model, monkeypatch):
+    mlp = type(model.model.layers[0].mlp)
+    kept = mlp.forward
+    for method in (kept, Negated(kept), kept):
+        monkeypatch.setattr(mlp, "forward", method)
+        assert_same(model, prompt(), **GREEDY)
+
+
 @pytest.mark.parametrize("prefill", [False, True], ids=["", "compiled prompt"])
 def test_dropout_in_training_mode_is_left_to_transformers(model, prefill):
     for layer in model.model.layers:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import Event, Thread, current_thread
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 
 import graphex
 from graphex.torch_private.dynamo import global_hooks
-from tests.harness.capture import compile_it
+from tests.harness.capture import compile_it, interrupted
 from tests.loops.step_contract import *  # noqa: F403
-from tests.loops.step_contract import adam, close, count, mlp, model_on, points, reasons, tokens, trained, written_out
+from tests.loops.step_contract import (
+    STEPS,
+    adam,
+    close,
+    count,
+    mlp,
+    model_on,
+    points,
+    reasons,
+    same_state,
+    tokens,
+    trained,
+    written_out,
+)
 
 
 def test_on_a_cpu_a_step_runs_as_it_is_and_equals_eager_bit_for_bit():
@@ -188,3 +205,109 @@ def test_a_module_of_two_steps_in_two_threads_is_as_it_was_after_both(where, mon
     one_is_over.set()
     thread.join()
     assert model._compiled_call_impl is None
+
+
+def test_a_step_in_the_middle_of_a_replay_is_made_before_it_or_behind_it_or_refused(where):
+    """At any line, as a finalizer or a signal handler may call it."""
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    step, plain, batch = (
+        graphex.train_step(written_out(mine, adam(mine))),
+        written_out(theirs, adam(theirs)),
+        points(where)[0],
+    )
+    trained(step, [batch] * 5)
+    made, refused = [5], []
+
+    def call() -> None:
+        made.append(1)
+        step(*batch)
+
+    def other() -> None:
+        try:
+            step(*batch)
+        except graphex.GraphexError as error:
+            refused.append(str(error))
+        else:
+            made.append(1)
+
+    assert interrupted(call, other) > 10
+    trained(plain, [batch] * sum(made))
+    same_state(mine, theirs)
+    assert {each.partition(", by")[0] for each in refused} == {
+        "a training step was called in the middle of its own replay or capture"
+    }
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+def interrupted_step(
+    where: str, decorate: Callable[..., Any], patch: pytest.MonkeyPatch, numbers: Sequence[int]
+) -> Any:
+    """The losses of a step in whose calls of these `numbers` it is called once more, its model, what is refused."""
+    model, (x, y), loss, made = model_on(where, mlp), points(where)[0], functional.cross_entropy, itertools.count(1)
+    optimizer, average = adam(model), AveragedModel(model)
+    scheduler, refused = StepLR(optimizer, 2, 0.5), []
+
+    @decorate
+    def step(x, y):
+        found = functional.cross_entropy(model(x), y)
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        average.update_parameters(model)
+        return found
+
+    def interrupting(*args: torch.Tensor) -> torch.Tensor:
+        if next(made) in numbers:
+            try:
+                step(x, y)
+            except graphex.GraphexError as error:
+                refused.append(error)
+        return loss(*args)
+
+    with patch.context() as context:
+        context.setattr(functional, "cross_entropy", interrupting)
+        found = trained(step, [(x, y)] * STEPS)
+    return found, (model, average), optimizer.param_groups[0]["lr"], refused, step
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_step_in_the_middle_of_one_that_is_no_replay_is_as_in_eager(number, where, monkeypatch):
+    """Schedulers and averages see both, in the order of eager."""
+    about = monkeypatch, [number]
+    *found, refused, step = interrupted_step(where, lambda step: graphex.train_step(step, compile=False), *about)
+    *wanted, _, _ = interrupted_step(where, lambda step: step, *about)
+    for mine, theirs in zip(found[1], wanted[1], strict=True):
+        same_state(mine, theirs)
+    close((found[0], found[2]), (wanted[0], wanted[2]))
+    assert [count(step, "captured"), *reasons(step)] == [1]
+    assert refused == []
+
+
+def test_a_step_in_the_middle_of_a_capture_is_refused(where, monkeypatch):
+    make = partial(graphex.train_step, compile=False)
+    *found, refused, step = interrupted_step(where, make, monkeypatch, [4])
+    *wanted, _, _ = interrupted_step(where, lambda step: step, monkeypatch, [])
+    for mine, theirs in zip(found[1], wanted[1], strict=True):
+        same_state(mine, theirs)
+    close((found[0], found[2]), (wanted[0], wanted[2]))
+    assert (count(step, "captured"), len(refused)) == (1, 1)
+
+
+def test_a_step_that_calls_itself_runs_as_it_is(where):
+    def training(decorate: Callable[..., Any]) -> tuple[Any, ...]:
+        model = model_on(where, mlp)
+        plain = written_out(model, adam(model))
+
+        @decorate
+        def step(x, y):
+            return step(x[1:], y[1:]) if len(x) > 3 else plain(x, y)
+
+        return trained(step, points(where)), model, step
+
+    with pytest.warns(graphex.GraphexWarning, match="in the middle of itself"):
+        found, mine, step = training(graphex.train_step)
+    wanted, theirs, _ = training(lambda step: step)
+    close(found, wanted)
+    same_state(mine, theirs)
+    assert reasons(step) == ["the step is called in the middle of itself"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 from graphex import ops
+from graphex.analysis.effects import libraries_of
+from graphex.torch_private.dynamo import DispatchMode
 from tests.harness.kernels.samples import SAMPLES, Maker, overload
 
 WITH_GRADIENT = [name for name in SAMPLES if ops.SPECS[name].gradient is not None]
@@ -24,6 +27,43 @@ def test_opcheck(name):
     maker = Maker(torch.float32, grad=name in WITH_GRADIENT)
     sample = next(SAMPLES[name](maker))
     torch.library.opcheck(overload(name), sample.args, sample.options)
+
+
+aten = torch.ops.aten
+ATTENTIONS = {aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_attention_math.default}
+OWN_KERNELS = {  # those of ATen have no library behind them
+    *(aten._foreach_copy_.default, aten._unsafe_view.default, aten.fill_.Scalar, aten.floor_divide.default),
+    *(aten.isin.Tensor_Tensor, aten.logsumexp.default, aten.new_empty.default, aten.new_zeros.default),
+    *(aten.promote_types.default, aten.randint.low, aten.scatter_.src, aten.scatter_.value, aten.searchsorted.Tensor),
+    *(aten.squeeze_.dim, aten.stack.default, aten.triu.default, aten.zero_.default, aten.zeros_like.default),
+}
+
+
+class Reached(DispatchMode):
+    """The libraries of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.libraries: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in ATTENTIONS:
+            self.libraries.add("attention")
+        elif func not in OWN_KERNELS:
+            graph = Graph()
+            graph.call_function(func)
+            self.libraries |= libraries_of(graph)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_libraries_of_a_reference_are_declared(name):
+    """Their switches choose kernels, so they are a part of the capture key."""
+    samples = [sample for dtype in (torch.float16, torch.float32) for sample in SAMPLES[name](Maker(dtype))]
+    with Reached() as reached:
+        for sample in samples:
+            ops.SPECS[name].reference(*sample.args, **sample.options)
+    assert reached.libraries <= ops.SPECS[name].libraries
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import graphex
+from graphex import env
 from graphex.regions import compiler, stage
 from graphex.regions.compiler import tried
 from tests.harness import host_ops
@@ -477,6 +478,47 @@ def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
     assert not graphex.journal(run).fallbacks
 
 
+def test_a_batch_norm_that_trains_is_compiled_where_the_size_of_the_batch_varies():
+    mine = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    theirs = copy.deepcopy(mine)
+    run = torch.compile(mine, backend="graphex", dynamic=True)
+    for rows in (8, 4, 6):
+        x = torch.randn(rows, 6)
+        for model, called in ((mine, run), (theirs, theirs)):
+            model.zero_grad()
+            called(x).pow(2).sum().backward()
+        close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+        close(mine.state_dict(), theirs.state_dict())
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
+def test_what_is_marked_as_negative_is_read_as_such():
+    def program(x):
+        return (x * 2).exp() + 1, x.relu().sin()
+
+    run = compiled(program)
+    for x in (torch.randn(8), torch.randn(8, dtype=torch.complex64).conj().imag):
+        close(run(x), program(x))
+    assert any("marked as negative" in reason for reason in borders(run))
+
+
+def test_a_gradient_that_is_marked_as_negative_is_read_as_such():
+    def squashed(x, w):
+        return torch.tanh(x * w).sin().sum() * 2
+
+    def gradient(fn):
+        w = torch.ones(4, requires_grad=True)
+        y = fn(x, w)
+        (torch.complex(torch.zeros(()), y).conj() * (1 + 2j)).real.backward()
+        return w.grad
+
+    run, x = compiled(squashed), torch.randn(3, 4)
+    for _ in range(2):
+        close(gradient(run), gradient(squashed))
+    assert any("backward" in region.graph for region in regions(run))
+
+
 def test_buffers_are_written_in_place_around_regions():
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -679,6 +721,42 @@ def test_a_step_of_training():
     assert {region.graph.rpartition(" ")[2] for region in regions(run)} == {"forward", "backward"}
 
 
+class Normalized(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv2d(3, 8, 3, bias=False), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(nn.functional.gelu(self.up(x) * 2))
+        return nn.functional.gelu(h) * 1.5 + 1
+
+
+@pytest.mark.parametrize(
+    "keep_out",
+    [
+        [],
+        ["aten.native_group_norm_backward", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward"],
+        ["aten.native_group_norm", "aten.native_layer_norm", "aten._native_batch_norm_legit_functional"],
+    ],
+)
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 8), nn.BatchNorm2d(8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm((8, 6, 6))]
+)
+def test_norms_of_16_bits_with_parameters_of_32_train(norm, keep_out):
+    mine = Normalized(copy.deepcopy(norm))
+    theirs, x, weights, gradients = copy.deepcopy(mine), torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6), []
+    run = compiled(mine, regions_keep_out=keep_out)
+    for model, called in ((mine, run), (theirs, theirs)):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = called(x)
+        (result.float() * weights).sum().backward()
+        gradients.append([each.grad for each in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm()
+    assert {region.status for region in regions(run)} == {"compiled"}
+    assert not graphex.journal(run).fallbacks
+
+
 def test_verification_looks_across_regions():
     x = torch.randn(4, 8)
     run = compiled(chain, verify=True)
@@ -831,7 +909,7 @@ def test_a_terminal_shows_what_is_compiled_if_it_takes_long(uncompiled, monkeypa
         return quick(body, patches)
 
     monkeypatch.setattr(stage, "compile_region", slow)
-    monkeypatch.setattr(compiler, "PATIENCE", 0.0)
+    monkeypatch.setattr(env, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr("rich.status.Status.start", lambda status: shown.set())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     run, x = compiled(chain), torch.randn(4, 8)
@@ -1327,6 +1405,33 @@ def test_whether_bytes_are_nonzero_is_a_byte():
     torch.testing.assert_close(run(x), program(x))
     assert not graphex.journal(run).fallbacks
     assert regions(run)
+
+
+HALVES = {
+    "an empty list of keys": lambda x: torch.cat([x.new_empty(0), x.transpose(1, 2)], 1),
+    "a part without rows": lambda x: torch.cat([x.transpose(1, 2)[:, :0], x.transpose(1, 2)], 1),
+    "nothing of a wider type": lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x.transpose(1, 2)], -1),
+    "nothing, and two parts": lambda x: torch.cat([x.new_empty(0, dtype=torch.float64), x.sin(), x * 2], 1),
+    "one part": lambda x: torch.cat([x.transpose(1, 2)], 2),
+    "one part twice": lambda x: torch.cat([x[:1].transpose(1, 2)] * 2),
+    "one part twice, in the last dimension": lambda x: torch.cat([x.transpose(1, 2)] * 2, -1),
+}
+
+
+@pytest.mark.parametrize("join", HALVES.values(), ids=HALVES)
+def test_a_concatenation_of_one_part_has_eagers_strides_and_type(join):
+    """Inductor copies the part with its strides; what follows may view it as it lies in eager's memory."""
+
+    def program(x):
+        joined = join(x).sin() * 2
+        return joined, joined.view(-1, joined.shape[-1] * joined.shape[-2]).cos() + 1
+
+    run, x = compiled(program), torch.randn(4, 3, 5)
+    results, expected = run(x), program(x)
+    close(results, expected)
+    assert [each.stride() for each in results] == [each.stride() for each in expected]
+    assert [region.status for region in regions(run)] == ["compiled"]
+    assert not graphex.journal(run).fallbacks
 
 
 # -- programs nobody thought of ----------------------------------------------------------------------------------------

@@ -97,6 +97,37 @@ class CallableObject:
         in_place_with_one_argument(gm)
 
 
+def scaled_by(scale):
+    """A decorator that fills in an argument of the pass."""
+
+    def decorated(scaled):
+        @functools.wraps(scaled)
+        def takes_no_scale(gm, example_inputs, config):
+            scaled(gm, example_inputs, config, scale)
+
+        return takes_no_scale
+
+    return decorated
+
+
+@scaled_by(2)
+def filled_in(gm, example_inputs, config, scale):
+    takes_a_scale(gm, example_inputs, config, scale)
+
+
+def handed_on(wrapped):
+    @functools.wraps(wrapped)
+    def as_given(*args, **kwargs):
+        return wrapped(*args, **kwargs)
+
+    return as_given
+
+
+@handed_on
+def with_one_argument_handed_on(gm):
+    in_place_with_one_argument(gm)
+
+
 class HousePass(graphex.GraphPass):
     name = "house_pass"
 
@@ -123,6 +154,8 @@ FORMS = {
     "PassManager": PassManager(passes=[MulBase()], run_checks_after_each_pass=True),
     "CallableObject": CallableObject(),
     "takes_a_scale": functools.partial(takes_a_scale, scale=2),
+    "filled_in": filled_in,
+    "with_one_argument_handed_on": with_one_argument_handed_on,
     "house_pass": HousePass(),
     "add_pattern": (add_pattern, mul_replacement),
     "add_pattern/filters": (add_pattern, mul_replacement, [lambda match, original, pattern: True]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from graphex import backend
-from graphex.runtime import native
+from graphex.runtime import guards
 
 
 @pytest.fixture(scope="session")
@@ -18,20 +18,20 @@ def native_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def in_cpp(monkeypatch, native_folder) -> native.Fits:
+def in_cpp(monkeypatch, native_folder) -> guards.Fits:
     """What a replay looks at is looked at in C++."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     monkeypatch.setattr(backend, "load_in_background", lambda journal: None)  # on a GPU it loads that too, in a thread
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(native_folder))
-    native.load()
-    assert native.fits is not None
-    return native.fits
+    guards.load()
+    assert guards.fits is not None
+    return guards.fits
 
 
 @pytest.fixture
 def in_python(monkeypatch) -> None:
     """The same, in Python."""
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     monkeypatch.setattr(backend, "load_in_background", lambda journal: None)

@@ -14,12 +14,12 @@ from pathlib import Path
 Path(os.environ["GRAPHEX_CACHE_DIR"], "native").write_text("")
 interval = sys.getswitchinterval()
 from graphex.kernels import compiled
-from graphex.runtime import native
+from graphex.runtime import guards
 from graphex.records import Journal
 compiled.wait_for_triton()  # nothing was begun
 journal = Journal()
-native.load_in_background(journal)
-native.load_in_background(Journal())
+guards.load_in_background(journal)
+guards.load_in_background(Journal())
 compiled.start_triton()
 compiled.start_triton()
 compiling = [thread for thread in threading.enumerate() if "C++" in thread.name]

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphex
-from graphex.runtime import capture, native
-from graphex.runtime.capture_plan import Key, KeyReader
-from graphex.runtime.fast_replay import Addresses, ReplayGuards, make_guard
+from graphex.runtime import capture, guards
+from graphex.runtime.capture_plan import KeyReader
+from graphex.runtime.guards import Addresses, CaptureKey, ReplayGuards, make_guard
 from graphex.torch_private.cuda import states, switches_for
 from tests.harness.capture import agree, compile_it, count, in_threads, interrupted, replays, same, statuses
 from tests.harness.host_ops import looks
@@ -34,12 +34,12 @@ def checked_in(request) -> str:
 
 
 @pytest.fixture
-def searches(monkeypatch) -> list[Key]:
+def searches(monkeypatch) -> list[CaptureKey]:
     """The keys that were made: a call that fits makes none."""
-    made: list[Key] = []
+    made: list[CaptureKey] = []
 
     class Noting(KeyReader):
-        def __call__(self, args: Any) -> Key:
+        def __call__(self, args: Any) -> CaptureKey:
             made.append(super().__call__(args))
             return made[-1]
 
@@ -323,7 +323,7 @@ def test_a_call_in_the_middle_of_another_one_at_any_line_leaves_both_right(how, 
 
 
 def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checked_in, monkeypatch):
-    fits, asked = native.fits, []
+    fits, asked = guards.fits, []
     if fits is None:
         pytest.skip("there is nothing to be loaded")
 
@@ -331,10 +331,10 @@ def test_what_is_compiled_meanwhile_is_used_from_then_on(world, searches, checke
         asked.append(fits(*given))
         return asked[-1]
 
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     made = world()
     made.check(times=4)
-    monkeypatch.setattr(native, "fits", noted)
+    monkeypatch.setattr(guards, "fits", noted)
     made.check()
     before = len(searches)
     made.check(times=2)
@@ -461,7 +461,7 @@ def switched_attention(name: str) -> Iterator[None]:
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a_call_fits_only_where_everything_is_as_it_was(where):
     device, x = Limited(), torch.randn(3)
-    key = Key((), states(SWITCHES), device.settings())
+    key = CaptureKey((), states(SWITCHES), device.settings())
     fits = make_guard(ReplayGuards(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
     assert fits((x,))
     assert not fits((torch.randn(3),))
@@ -470,9 +470,29 @@ def test_a_call_fits_only_where_everything_is_as_it_was(where):
     assert fits((x,))
 
 
+def _attends(x: Tensor) -> Tensor:
+    return torch.ops.graphex.attention(x, x, x, None, 0.5) + 1
+
+
+def _attends_as_on_ascend(x: Tensor) -> Tensor:
+    return torch.ops.npu.npu_fused_infer_attention_score(x, x, x, num_heads=4, scale=0.5, input_layout="BNSD")[0] + 1
+
+
+@pytest.mark.parametrize("model", [_attends, _attends_as_on_ascend])
+def test_a_graph_is_not_replayed_where_torch_attends_in_another_way(tape, model):
+    compiled, x = compile_it(model), torch.randn(2, 4, 3, 8)
+    for _ in range(3):
+        same(compiled(x), model(x))
+    assert count(compiled, "captured") == 1
+    with switched_attention("flash"):
+        for _ in range(3):
+            same(compiled(x), model(x))
+        assert count(compiled, "captured") == 2
+
+
 def test_a_switch_that_another_thread_turns_meanwhile_is_noticed():
     device, x = TapeDevice(), torch.randn(3)
-    key = Key((), states(SWITCHES), device.settings())
+    key = CaptureKey((), states(SWITCHES), device.settings())
     with switched("cudnn_benchmark"):
         fits = make_guard(ReplayGuards(device, SWITCHES), key, device.stream(), Addresses([0], [x]))
         assert not fits((x,))

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from graphex.runtime import native
-from graphex.runtime.fast_replay import Addresses
+from graphex.runtime import guards
+from graphex.runtime.guards import Addresses
 from tests.harness.capture import check_with_weights_replaced, compile_it, replays, statuses
 
-NOWHERE: native.Places = (b"", b"", b"", bytearray())
+NOWHERE: guards.Places = (b"", b"", b"", bytearray())
 
 
-def places(addresses: dict[int, int], objects: dict[int, int] | None = None) -> native.Places:
+def places(addresses: dict[int, int], objects: dict[int, int] | None = None) -> guards.Places:
     objects = objects or {}
     return (
         array("i", addresses).tobytes(),
@@ -170,7 +170,7 @@ def test_it_is_compiled_once(in_cpp, monkeypatch, native_folder):
     (made,) = (native_folder / "native").iterdir()
     before = made.stat().st_mtime_ns
     monkeypatch.setenv("CXX", "a compiler that is not there")
-    native.load()
+    guards.load()
     assert made.stat().st_mtime_ns == before
 
 
@@ -178,7 +178,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", os.devnull)
     with pytest.raises(OSError):  # noqa: PT011  (which one is the system's to say)
-        native.load()
+        guards.load()
 
 
 def test_what_a_compiler_complains_about_is_told(monkeypatch, tmp_path):
@@ -188,7 +188,7 @@ def test_what_a_compiler_complains_about_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", str(complaining))
     with pytest.raises(OSError, match=r"failed: fatal error: Python\.h is missing"):
-        native.load()
+        guards.load()
 
 
 def test_a_replay_notices_what_moved(in_cpp, monkeypatch, where):
@@ -198,7 +198,7 @@ def test_a_replay_notices_what_moved(in_cpp, monkeypatch, where):
         asked.append(in_cpp(*given))
         return asked[-1]
 
-    monkeypatch.setattr(native, "fits", noted)
+    monkeypatch.setattr(guards, "fits", noted)
     model = nn.Linear(4, 4).to(where)
     compiled = compile_it(model)
     check_with_weights_replaced(model, compiled, where)
@@ -218,7 +218,7 @@ def test_both_ways_name_the_same_inputs(in_cpp, monkeypatch, frozen: Sequence[in
         others[index] = torch.randn(2)
     calls = (tensors, elsewhere, others)
     found = [addresses.moved(each) for each in calls]
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     assert found == [addresses.moved(each) for each in calls]
     assert found == [frozenset(), frozenset({2, 7}), frozenset(frozen)]
 
@@ -231,4 +231,4 @@ def test_a_frozen_parameter_that_is_gone_is_nowhere(in_cpp, monkeypatch):
         del gone
         candidates = [torch.randn(2) for _ in range(64)]  # one of them is most likely at its place
         assert all(addresses.moved([kept, other]) == {0, 1} for other in candidates)
-        monkeypatch.setattr(native, "fits", None)
+        monkeypatch.setattr(guards, "fits", None)

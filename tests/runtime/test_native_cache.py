@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from graphex import env
-from graphex.env import LARGEST, cache_directory, open_folder, sealed, unsealed
+from graphex.env import LARGEST, ChoiceFile, cache_directory, open_folder, sealed, unsealed
 from graphex.errors import GraphexWarning
-from graphex.kernels.tuning import Candidate, Store, Tuner
-from graphex.runtime import native
+from graphex.kernels.tuning import Candidate, Tuner
+from graphex.runtime import guards
 
 NOBODY = 65534
 CONDITIONS = {"device": "Some GPU 9", "torch": "2.11", "triton": "3.6", "sources": "abc"}
@@ -98,18 +98,18 @@ def compiler(in_cpp, native_folder, monkeypatch, tmp_path) -> Path:
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("GRAPHEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "fits", None)
+    monkeypatch.setattr(guards, "fits", None)
     return log
 
 
 def load() -> tuple[bool, list[str]]:
     """Whether the compiled code answers, and what was said on the way."""
-    native.fits = None
+    guards.fits = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        native.load()
-    assert native.fits is not None
-    answers = native.fits((), (), b"", b"", b"", bytearray(), ()) is True
+        guards.load()
+    assert guards.fits is not None
+    answers = guards.fits((), (), b"", b"", b"", bytearray(), ()) is True
     return answers, [str(each.message) for each in caught if issubclass(each.category, GraphexWarning)]
 
 
@@ -207,7 +207,7 @@ def test_processes_that_compile_at_once_leave_one_file(compiler, tmp_path):
 
 def _die_writing() -> None:
     os.replace = lambda *_, **__: os._exit(3)  # type: ignore[assignment]
-    native.load()
+    guards.load()
 
 
 def test_a_process_that_dies_while_it_writes_leaves_nothing_in_its_place(compiler):
@@ -284,8 +284,8 @@ def test_wherever_the_cache_is_everything_works(place, is_kept, compiler, monkey
     assert (bool(first), bool(second)) == (not is_kept, not is_kept)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Store(CONDITIONS).add("linears", "1x8", {"name": "fast", "us": {}})
-        assert bool(Store(CONDITIONS).read()) is is_kept
+        ChoiceFile(CONDITIONS).add("linears", "1x8", {"name": "fast", "us": {}})
+        assert bool(ChoiceFile(CONDITIONS).read()) is is_kept
     assert bool(caught) is not is_kept
     if is_kept:
         assert stat.S_IMODE(cache_directory().stat().st_mode) == 0o700
@@ -308,7 +308,7 @@ LIBRARY, FAST = Candidate("library", never), Candidate("fast", never)
 
 def choose(folder: Path, seconds: float = 1.0) -> tuple[str, list[str]]:
     """What a new process chooses, and what it says. It measures `fast` as the faster one for small seconds."""
-    tuner = Tuner(Store(CONDITIONS, folder), {}, lambda _: {"library": 2.0, "fast": seconds})
+    tuner = Tuner(ChoiceFile(CONDITIONS, folder), {}, lambda _: {"library": 2.0, "fast": seconds})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         name = tuner.choose("linears", "1x8", [LIBRARY, FAST], LIBRARY).name
@@ -345,7 +345,7 @@ CHOICES = FILES | {
 @pytest.mark.parametrize("plant", rows(CHOICES))
 def test_choices_that_cannot_be_relied_on_are_measured_again(plant, tmp_path):
     assert choose(tmp_path) == ("fast", [])
-    path = Store(CONDITIONS, tmp_path).path
+    path = ChoiceFile(CONDITIONS, tmp_path).path
     plant(path)
     name, said = choose(tmp_path, seconds=3.0)
     assert name == "library"
@@ -362,16 +362,16 @@ def test_a_lock_that_is_none_is_taken_away(plant, tmp_path):
     plant(lock)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Store(CONDITIONS, tmp_path).add("linears", "2x8", {"name": "fast", "us": {}})
+        ChoiceFile(CONDITIONS, tmp_path).add("linears", "2x8", {"name": "fast", "us": {}})
     assert len(caught) == 1
-    assert set(Store(CONDITIONS, tmp_path).read()["linears"]) == {"1x8", "2x8"}
+    assert set(ChoiceFile(CONDITIONS, tmp_path).read()["linears"]) == {"1x8", "2x8"}
     if (moved := tmp_path / "moved").exists():
         assert moved.read_text() == "content"
 
 
 def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(env, "PATIENCE", 0.02)
-    store = Store(CONDITIONS, tmp_path)
+    store = ChoiceFile(CONDITIONS, tmp_path)
     with open_folder(tmp_path) as folder, folder.lock(f"{store.name}.lock"):
         name, said = choose(tmp_path)
     assert name == "fast"

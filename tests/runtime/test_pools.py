@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import graphex
 from graphex.runtime import captured_graph
-from graphex.runtime.capture_plan import Key
 from graphex.runtime.captured_graph import Slot, Store
+from graphex.runtime.guards import CaptureKey
 from tests.harness.capture import compile_it, count, in_threads, interrupted, reasons, replays, same, statuses
 from tests.harness.tape import TapeDevice
 
@@ -480,6 +480,6 @@ def test_graphs_of_a_model_that_goes_while_all_are_freed_are_freed_once():
             store.free(owner=2)  # the finalizer of a parameter does
 
     for owner in (1, 2, 3):
-        store.put(Slot(Key((owner,), (), ()), ()), Graph(owner))
+        store.put(Slot(CaptureKey((owner,), (), ()), ()), Graph(owner))
     store.free()
     assert (sorted(freed), len(store), store.keys) == ([1, 2, 3], 0, 0)

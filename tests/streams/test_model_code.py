@@ -197,7 +197,7 @@ def test_methods_that_tracing_would_lose_become_ops():
 
 @pytest.mark.parametrize("restored", [True, False])
 def test_set_stream_places_what_follows_and_has_to_be_set_back(monkeypatch, restored):
-    monkeypatch.setattr("graphex.torch_private.dynamo.is_current_stream", lambda number: number == 0)
+    monkeypatch.setattr("graphex.frontend.dynamo_graph.is_current_stream", lambda number: number == 0)
     look_up = torch._dynamo.graph_bytecode_inputs.get_external_object_by_index
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import graphex
-from graphex.analysis.happens_before import races
 from tests.harness.compiling import trace
 from tests.harness.random_streams import INPUTS, OPS, number, placed, places, syncs
-from tests.harness.streams import Finished, events, ours, without
+from tests.harness.streams import Finished, events, ours, races, without
 
 WRITING = ("in place", "copy", "part")
 instructions = st.lists(st.tuples(st.sampled_from(sorted(OPS)), number, number), min_size=3, max_size=9)

@@ -161,3 +161,55 @@ def test_private_names_are_looked_up_not_imported():
         if _is_private(name)
     ]
     assert found == []
+
+
+ELSEWHERE = {
+    "_schema": TYPES_OF_OPS,
+    "_overloadname": TYPES_OF_OPS,
+    "_qualified_op_name": TYPES_OF_OPS,
+    "_materialize_non_diff_grads": "set in every call that is captured: a function around it would cost the host time",
+    "_call_impl": "Dynamo traces the function that names it",
+    "_artifacts": "of a function that graphex has saved",
+    "_is_view": "documented",
+    "_parameters": "documented, as the dictionary that `state_dict` fills",
+    "_backward_hooks": "of a parameter, as its `register_hook` fills it",
+    "_step_supports_amp_scaling": "what an optimizer tells GradScaler",
+    "_timeout": "of the options that NCCL is made with",
+    **dict.fromkeys(("_asdict", "_getframe", "_name_", "_value_"), "Python's"),
+    **dict.fromkeys(("_pad_token_tensor", "_prepare_bias_variables"), "transformers'"),
+}
+"""Private attributes that graphex does not define, and that stand outside of `torch_private`."""
+
+
+def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Private attributes of anything but the ops of torch, which are public under whatever name."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    for node in attributes:
+        is_op = _dotted(node).startswith(("torch.ops.", "aten."))
+        if node.attr.startswith("_") and not node.attr.startswith("__") and not is_op:
+            yield node.lineno, node.attr
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Names that a module defines, as functions, classes, variables or attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _dotted(node).startswith("self."):
+            yield node.attr
+
+
+def test_private_attributes_are_read_in_their_room():
+    trees = {path: ast.parse(path.read_text()) for path in sorted(GRAPHEX.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in own_names(tree)}
+    used = [
+        (f"{path.relative_to(GRAPHEX)}:{line}", name)
+        for path, tree in trees.items()
+        if path not in PRIVATE
+        for line, name in private_attributes(tree)
+        if name not in own
+    ]
+    assert [f"{where}: {name}" for where, name in used if name not in ELSEWHERE] == []
+    assert {name for _, name in used} == set(ELSEWHERE)  # no exception outlives its reason

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from graphex.debug.history import CompiledGraphFacts, GraphHistory, NodeFacts, Snapshots
+from graphex.debug.history import CompiledGraphFacts, GraphHistory, NodeFacts, Snapshots, history_of
 from graphex.evidence.report.page import FORMAT
 from graphex.evidence.report.summary import rule_counts, summarise, title_of
 from graphex.evidence.tables import has_training, step_parts
@@ -85,7 +85,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     training: list[list[Data]] = []
     spent = CompileTime()
     for journal in journals:
-        history = journal.history or GraphHistory()
+        history = history_of(journal)
         records = _records_by_graph(journal)
         for graph in _all_graphs(journal, history):
             if compile_id in (None, graph.compile_id):
@@ -159,7 +159,7 @@ def _records_by_graph(journal: Journal) -> dict[str, list[Record]]:
 
 
 def _graph(graph: GraphCompiled, journal: Journal, records: list[Record], files: dict[str, set[int]]) -> Data:
-    history = journal.history or GraphHistory()
+    history = history_of(journal)
     snapshots = history.graphs.get(graph.graph, Snapshots())
     data: Data = {**asdict(graph), **_version(graph, journal)}
     data |= {each: [] for each in ("passes", "more", *_LISTS.values())}

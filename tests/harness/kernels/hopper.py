@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphex.ops.definition import SPECS, Declined
+from graphex.errors import Refusal
+from graphex.ops.definition import SPECS
 from tests.harness.kernels.compare import launcher
 from tests.harness.kernels.samples import EPS, Maker, Sample
 
@@ -127,7 +128,7 @@ def all_compiled(name: str, sample: Sample, monkeypatch: pytest.MonkeyPatch) -> 
     compilers = {kernel: Compiler(getattr(home, kernel)) for kernel in KERNELS[module]}
     for kernel_name, compiler in compilers.items():
         monkeypatch.setattr(home, kernel_name, compiler)
-    assert not isinstance(launcher(name)(*sample.args, **sample.options), Declined)
+    assert not isinstance(launcher(name)(*sample.args, **sample.options), Refusal)
     return [text for compiler in compilers.values() for text in compiler.code]
 
 

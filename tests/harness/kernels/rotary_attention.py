@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graphex.kernels.attention import Job, Step, Tile
+from graphex.kernels.attention import AttentionTile, Job, Step
 from graphex.kernels.launch import launch
 from graphex.ops.definition import SPECS
 from tests.harness.kernels.attention import assert_right, mask_of, tensor
@@ -50,7 +50,7 @@ def step(
     )
 
 
-def by(tile: Tile) -> Callable[[Step], Tensor]:
+def by(tile: AttentionTile) -> Callable[[Step], Tensor]:
     """The kernel, cut in a certain way."""
 
     def run(of: Step) -> Tensor:

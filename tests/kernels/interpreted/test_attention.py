@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
+from graphex.errors import Refusal
 from graphex.kernels import attention
-from graphex.kernels.attention import Tile, allowing, configs, copied, description
+from graphex.kernels.attention import AttentionTile, allowing, configs, copied, description
 from graphex.kernels.launch import NO_ROOM
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from tests.harness.kernels.attention import LAYOUTS, MASKS, assert_right, check, job
 from tests.harness.kernels.compare import launcher
 
 FEW = settings(max_examples=16, deadline=None, derandomize=True, database=None)
-small_tiles = st.builds(Tile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))
+small_tiles = st.builds(AttentionTile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))
 
 
 @FEW
@@ -58,26 +59,26 @@ def test_any_call(tile, batch, group, heads, positions, length, widths, mask, la
 
 @pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
 def test_sizes_of_heads(width):
-    check(Tile(2, 32, 4, 2), job(group=4, length=50, width=width, mask="prefix"))
+    check(AttentionTile(2, 32, 4, 2), job(group=4, length=50, width=width, mask="prefix"))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize(("positions", "length"), [(5, 40), (16, 10), (1, 3)])
 def test_causal_positions_are_from_the_beginning(positions, length, softcap):
-    check(Tile(2, 16, 1, 2), job(group=2, positions=positions, length=length, is_causal=True, softcap=softcap))
+    check(AttentionTile(2, 16, 1, 2), job(group=2, positions=positions, length=length, is_causal=True, softcap=softcap))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_masks(mask, splits):
     torch.manual_seed(0)
-    check(Tile(splits, 16, 1, 2), job(batch=2, group=2, heads=2, positions=3, length=45, mask=mask))
+    check(AttentionTile(splits, 16, 1, 2), job(batch=2, group=2, heads=2, positions=3, length=45, mask=mask))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_query_that_may_attend_to_nothing_gives_zero(splits):
     of = job(positions=2, mask="nothing")
-    assert not Tile(splits, 16, 1, 2).prepare(of)(of).any()
+    assert not AttentionTile(splits, 16, 1, 2).prepare(of)(of).any()
 
 
 def test_what_the_mask_excludes_is_not_read():
@@ -86,27 +87,27 @@ def test_what_the_mask_excludes_is_not_read():
     mask = torch.zeros(1, 96, dtype=torch.bool)
     mask[0, 40:50] = True
     of = of._replace(mask=mask)
-    wanted = Tile(3, 16, 1, 2).prepare(of)(of)
+    wanted = AttentionTile(3, 16, 1, 2).prepare(of)(of)
     for cache in (of.key, of.value):
         cache[:, :, :32] = torch.nan
         cache[:, :, 64:] = torch.nan
     for splits in (1, 3):
-        torch.testing.assert_close(Tile(splits, 16, 1, 2).prepare(of)(of), wanted, rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(AttentionTile(splits, 16, 1, 2).prepare(of)(of), wanted, rtol=2e-3, atol=1e-4)
 
 
 def test_keys_that_the_mask_excludes_may_be_anything():
     of = job(length=48, mask="none")
     of = of._replace(mask=torch.arange(48)[None] % 2 == 0)
-    wanted = Tile(1, 16, 1, 2).prepare(of)(of)
+    wanted = AttentionTile(1, 16, 1, 2).prepare(of)(of)
     of.key[:, :, 1::2] = torch.nan
-    torch.testing.assert_close(Tile(2, 16, 1, 2).prepare(of)(of), wanted, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(AttentionTile(2, 16, 1, 2).prepare(of)(of), wanted, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 def test_no_number_stays_no_number():
     of = job(positions=2, length=40)
     of.query[0, 0, 1] = torch.nan
-    found = Tile(2, 16, 1, 2).prepare(of)(of)
+    found = AttentionTile(2, 16, 1, 2).prepare(of)(of)
     assert found[0, 0, 1].isnan().all()
     assert not found[0, 0, 0].isnan().any()
 
@@ -133,14 +134,14 @@ def test_through_the_op():
 )
 def test_what_is_declined(changes, reason):
     found = launcher("graphex::attention")(*job(**changes))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
 def test_heads_whose_elements_are_apart_are_declined():
     of = job()
     found = launcher("graphex::attention")(*of._replace(key=of.key.repeat_interleave(2, -1)[..., ::2]))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert "adjacent" in found.reason
 
 
@@ -148,7 +149,7 @@ def test_positions_that_are_too_far_apart_are_declined():
     of = job(length=2)
     far = torch.empty(2**24 + 16, dtype=torch.float16).as_strided((1, 1, 2, 16), (0, 0, 2**24, 1))
     found = launcher("graphex::attention")(*of._replace(key=far))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert "far apart" in found.reason
 
 
@@ -160,7 +161,7 @@ def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     monkeypatch.setattr(attention, "_prepare", lambda of: (no_room, True))
     of = job(length=33)
     for _ in range(2):
-        assert launcher("graphex::attention")(*of) == Declined(NO_ROOM)
+        assert launcher("graphex::attention")(*of) == Refusal(NO_ROOM)
     assert_right(of, SPECS["graphex::attention"].reference(*of))
 
 

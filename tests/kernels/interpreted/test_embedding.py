@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels.tokens import MOST_INDICES
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from graphex.ops.tokens import COPIED, INDICES
 from tests.harness.kernels.compare import launcher
 from tests.harness.properties import effort
@@ -84,5 +85,5 @@ def test_an_index_outside_of_the_table_is_not_read(index):
 )
 def test_what_is_declined_is_declined_with_a_reason(weight, indices, reason):
     found = embedding(weight, indices)
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason

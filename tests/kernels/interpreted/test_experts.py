@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels import experts as kernels
 from graphex.kernels.experts import FEW
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from graphex.ops.experts import MOST_TOKENS
 from tests.harness.kernels.compare import launcher
 
@@ -163,7 +164,7 @@ def test_the_same_call_gives_the_same_bits(tokens):
 def test_what_is_declined_is_declined_with_a_reason(change, reason):
     given = arguments(2, 2)
     found = experts(**{**given, **change(given)})
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
@@ -234,7 +235,7 @@ def test_experts_of_short_numbers_are_chosen_in_their_order(dtype):
 )
 def test_a_choice_that_is_declined(given, reason):
     found = route(*given)
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
@@ -311,7 +312,7 @@ def test_equal_logits_numbers_that_are_none_and_rows_that_are_apart():
 def test_a_choice_that_needs_a_launch_of_its_own_is_declined(change, reason):
     given = routed_arguments(2, 2, count=6)
     found = routed_experts(**{**given, **change(given)})
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphex.ops.definition import SPECS, Declined
+from graphex.errors import Refusal
+from graphex.ops.definition import SPECS
 from tests.harness.kernels.compare import launcher
 
 NAMES = ("npu::npu_grouped_matmul", "npu::npu_quant_matmul", "npu::npu_moe_finalize_routing")
@@ -24,7 +25,7 @@ def weights(count: int, size: int, width: int, *, transposed: bool, is_bytes: bo
 
 def check(x: Tensor, weight: Tensor, **options: Any) -> None:
     found, wanted = grouped([x], [weight], **options), by_reference[NAMES[0]]([x], [weight], **options)
-    assert not isinstance(found, Declined), found
+    assert not isinstance(found, Refusal), found
     assert (found[0].shape, found[0].dtype) == (wanted[0].shape, wanted[0].dtype)
     assert found[0].is_contiguous()
     torch.testing.assert_close(found[0], wanted[0], rtol=2e-3, atol=2e-3)
@@ -108,5 +109,5 @@ def test_what_the_kernel_does_not_take_is_declined(change, reason):
     given = {"x": [torch.zeros(3, 40).half()], "weight": [torch.zeros(3, 40, 70).half()]}
     given |= {"group_list": torch.tensor([1, 1, 3]), **change}
     found = grouped(given.pop("x"), given.pop("weight"), **given)
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason

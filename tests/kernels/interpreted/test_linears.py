@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from graphex.errors import Refusal
 from graphex.kernels import linears
 from graphex.kernels.launch import NO_ROOM
 from graphex.kernels.linears import GATED_GEMVS, GATED_SKINNIES, GEMVS, SKINNIES, WIDES, Gemv, Job, Skinny, padded_rows
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from graphex.ops.linears import ACTIVATIONS
 from tests.harness.kernels.compare import launcher
 from tests.harness.kernels.linears import check
@@ -192,7 +193,7 @@ def test_a_default_that_the_device_has_no_room_for_is_declined(monkeypatch):
     monkeypatch.setattr(linears, "_PREPARED", {})
     x, weight = random(1, 32), random(8, 32)
     for _ in range(2):
-        assert launcher("graphex::linears")(x, [weight], [None]) == Declined(NO_ROOM)
+        assert launcher("graphex::linears")(x, [weight], [None]) == Refusal(NO_ROOM)
     (found,) = SPECS["graphex::linears"].reference(x, [weight], [None])
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
 
@@ -213,5 +214,5 @@ def test_more_rows_than_the_kernels_take_run_in_the_library():
 )
 def test_what_is_declined_says_why(x, weight, reason):
     found = launcher("graphex::linears")(x, [weight], [None])
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason

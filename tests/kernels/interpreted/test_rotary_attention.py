@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
 
+from graphex.errors import Refusal
 from graphex.kernels import attention
-from graphex.kernels.attention import Library, Tile
+from graphex.kernels.attention import AttentionTile, Library
 from graphex.kernels.launch import NO_ROOM
-from graphex.ops.definition import Declined
 from tests.harness.kernels.attention import LAYOUTS, MASKS
 from tests.harness.kernels.compare import launcher
 from tests.harness.kernels.rotary_attention import by, check, step
 
 FEW = settings(max_examples=24, deadline=None, derandomize=True, database=None)
-small_tiles = st.builds(Tile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))
+small_tiles = st.builds(AttentionTile, st.integers(1, 4), st.sampled_from([16, 32]), st.just(1), st.just(2))
 OP = launcher("graphex::rotary_attention_")
 
 
@@ -74,7 +74,7 @@ def test_any_call(
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_sizes_of_heads_and_groups(width, group):
-    check(by(Tile(2, 32, 4, 2)), step(group=group, heads=2, length=50, width=width, place=33, mask="prefix"))
+    check(by(AttentionTile(2, 32, 4, 2)), step(group=group, heads=2, length=50, width=width, place=33, mask="prefix"))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -82,13 +82,13 @@ def test_sizes_of_heads_and_groups(width, group):
 @pytest.mark.parametrize("mask", MASKS)
 def test_first_last_and_other_places(place, mask, splits):
     torch.manual_seed(place)
-    check(by(Tile(splits, 16, 1, 2)), step(batch=2, group=2, heads=2, length=45, place=place, mask=mask))
+    check(by(AttentionTile(splits, 16, 1, 2)), step(batch=2, group=2, heads=2, length=45, place=place, mask=mask))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("place", [-1, 45, 2**32 + 3])
 def test_outside_of_the_caches_nothing_is_written_or_added(place, splits):
-    check(by(Tile(splits, 16, 1, 2)), step(group=2, length=45, place=place, mask="boolean", batch=2))
+    check(by(AttentionTile(splits, 16, 1, 2)), step(group=2, length=45, place=place, mask="boolean", batch=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -109,7 +109,7 @@ def test_only_the_token_itself_may_be_attended_to():
 
 def test_a_token_that_the_mask_forbids_is_written_and_adds_nothing():
     of = step(group=2, length=40, place=9)._replace(mask=(torch.arange(40) != 9)[None])
-    check(by(Tile(2, 16, 1, 2)), of)
+    check(by(AttentionTile(2, 16, 1, 2)), of)
 
 
 def test_tokens_one_after_the_other():
@@ -153,14 +153,14 @@ def test_where_torchs_attention_is_faster_the_two_ops_run(monkeypatch):
 )
 def test_what_is_declined(changes, reason):
     found = OP(*step(**changes))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     assert reason in found.reason
 
 
 def declined(**changes):
     of = step(group=2, heads=2)
     found = OP(*of._replace(**{name: change(of) for name, change in changes.items()}))
-    assert isinstance(found, Declined)
+    assert isinstance(found, Refusal)
     return found.reason
 
 
@@ -201,5 +201,5 @@ def test_a_tile_that_the_device_has_no_room_for_is_declined(monkeypatch):
     of = step()
     before = of.keys.clone()
     for _ in range(2):
-        assert OP(*of) == Declined(NO_ROOM)
+        assert OP(*of) == Refusal(NO_ROOM)
     assert torch.equal(of.keys, before)

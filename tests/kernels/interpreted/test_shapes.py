@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from graphex.errors import Refusal
 from graphex.kernels import layout, norm, rotary
 from graphex.kernels.tokens import copy_rows
-from graphex.ops.definition import SPECS, Declined
+from graphex.ops.definition import SPECS
 from tests.harness.kernels.compare import assert_close_to_reference, launcher, tensors
 
 FEW = settings(max_examples=10, deadline=None, derandomize=True, database=None)
@@ -35,7 +36,7 @@ def laid_out(shape: list[int], dtype: torch.dtype, layout: str) -> Tensor:
 def check(name: str, *args: object, **options: object) -> bool:
     """Whether the kernel took these arguments; if it did, it was right."""
     found = launcher(name)(*args, **options)
-    if isinstance(found, Declined):
+    if isinstance(found, Refusal):
         assert found.reason
         return False
     for mine, its in zip(tensors(found), tensors(SPECS[name].reference(*args, **options)), strict=True):
@@ -151,7 +152,7 @@ def test_heads_further_apart_than_32_bits_count():
 @pytest.mark.parametrize(("smallest", "largest"), [(-128.0, 200.0), (-300.0, 0.0), (5.0, -5.0)])
 def test_a_range_beyond_that_of_the_type_is_declined(smallest, largest):
     result = launcher("graphex::dynamic_quant")(torch.randn(2, 8), quant_min=smallest, quant_max=largest)
-    assert isinstance(result, Declined)
+    assert isinstance(result, Refusal)
     assert "range" in result.reason
 
 
@@ -215,7 +216,7 @@ CACHE = torch.randn(1, 2, 6, 4)
 )
 def test_what_a_kernel_declines_it_declines_with_a_reason(name, args, reason):
     result = launcher(name)(*args)
-    assert isinstance(result, Declined)
+    assert isinstance(result, Refusal)
     assert reason in result.reason
 
 

@@ -43,6 +43,20 @@ def test_twenty_training_steps_equal_eager(where):
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_verified_step_is_replayed_as_any_other(where):
+    straight = []
+    for verify in (False, True):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to(where)
+        compiled = compile_it(model, verify=verify)
+        for _ in range(6):
+            model.zero_grad()
+            compiled(torch.randn(4, 8, device=where)).square().mean().backward()
+        of_graphs = graphex.journal(compiled).counts.items()
+        straight.append({graph.split()[-1]: counts["straight"] for graph, counts in of_graphs})
+    assert straight[0] == straight[1]
+    assert straight[1]["backward"] > 0
+
+
 def test_a_second_backward_before_the_first_sees_its_own_values(where):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(where)
     compiled = compile_it(model)
