@@ -160,7 +160,7 @@ def _why_nothing(before: Collection[GraphBroke]) -> str:
     from graphex.torch_private.frames import called_backends
 
     breaks = [f"  {each.line}\n    {each.reason}" for each in breaks_of_process() if each not in before]
-    if others := [repr(name) for name in called_backends()]:
+    if others := [repr(name) for name in called_backends() if name != "graphex"]:
         return f'It was compiled with {" and ".join(others)}: write torch.compile(model, backend="graphex").'
     cannot = ["If it does, there are no ops beside what Dynamo cannot trace:", *breaks] if breaks else []
     return "\n".join(('Compile something in it: torch.compile(model, backend="graphex").', *cannot))

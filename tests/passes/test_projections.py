@@ -368,7 +368,7 @@ def test_a_small_classifier_behind_many_kernels_is_not_worth_measuring_for(befor
     folded = Folded(classify, half(2, WIDTH), *weights(KV), lift_idioms="auto")
     assert folded.shown == shown
     (ran,) = (ran for ran in folded.journal.passes if ran.name == "fold_projections")
-    assert ("too few ops to gain" in ran.reason) == (shown == ["mm"])
+    assert ("too little to gain" in ran.reason) == (shown == ["mm"])
 
 
 def test_an_encoder_with_a_small_classifier_has_its_projections_joined_all_the_same(monkeypatch) -> None:
