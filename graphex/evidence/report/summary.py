@@ -31,7 +31,7 @@ _REGION = "region"  # the rule that puts compiled regions in place, and the kind
 _QUOTED = re.compile(r"'\w+'")  # the name of a node in a reason
 _MOST = 5  # sentences about one thing
 _BUSY = " The machine was busy meanwhile: a quiet one may find otherwise."
-_KEPT = " They are kept, because that is no clear result."
+_KEPT = " Compiled code is kept, because that is no clear result."
 _SHORT = 1e-4  # seconds: torch's guards and wrappers are a large part of such a call
 _CLEAR = 2  # times the speed, which a busy machine finds by no accident
 
