@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -44,6 +44,7 @@ from graphex.torch_private.dynamo import forward_hooks_for_all
 _MARK = b"graphex saved function 1\n"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_FOR_ALL = ("torch.nn.modules.module._global_forward_hooks", "torch.nn.modules.module._global_forward_pre_hooks")
+_MODULE = r"\._modules\['([^']*)'\]"  # as guards name a submodule
 _MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
 _NAMES = {"grad_mode": "whether gradients are computed (torch.no_grad)"} | {
     f"autocast({device})_{what}": f"{text} on '{device}'"
@@ -116,8 +117,14 @@ class Loaded:
     it would not call: the guards leave them out.
     """
 
-    def __init__(self, function: Any, model: torch.nn.Module | None, hooks: dict[str, Mapping[int, Any]]) -> None:
-        self._function, self._model = function, model
+    def __init__(
+        self,
+        function: Any,
+        model: torch.nn.Module | None,
+        hooks: dict[str, Mapping[int, Any]],
+        differences: Callable[[], Iterator[tuple[str, str]]],
+    ) -> None:
+        self._function, self._model, self._differences = function, model, differences
         self._hooks, self._hooks_held = hooks, list(hooks.values())
         compiled: CompiledAhead = function._artifacts.compiled_fn
         self.journal: Journal = compiled.journal
@@ -131,7 +138,8 @@ class Loaded:
         except RuntimeError as error:
             if self._function.guard_check(*given, **kwargs):
                 raise
-            raise InputError(_why_not(error)) from error
+            of_module = (f"this was {difference}" for _, difference in self._differences())
+            raise InputError(next(of_module, None) or _why_not(error)) from error
 
     def without_guards(self) -> Loaded:
         """The same, and it is yours to call it only as it was saved for: nothing is checked."""
@@ -182,7 +190,8 @@ def load(
         except Exception as error:  # of torch's: an object that it can write, and not read
             raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
     _check_guards(path, head["guards"], function, model)
-    return Loaded(function, model if head["takes_self"] else None, hooks)
+    differences = partial(_differences, head["guards"], function, model)
+    return Loaded(function, model if head["takes_self"] else None, hooks, differences)
 
 
 def _device_of(journal: Journal) -> str:
@@ -216,6 +225,9 @@ def _name_of(value: object) -> str:
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return repr(value)
+    if type(value) is tuple:
+        names = [_name_of(each) for each in value]
+        return f"({', '.join(names)})" if all(names) else ""
     if isinstance(value, CodeType):
         return f"the code {value.co_name} {_digest(value)}"
     if isinstance(value, ModuleType):
@@ -232,6 +244,8 @@ def _name_of(value: object) -> str:
 
 def _described(value: object) -> str:
     """The name of a value, or of its type: torch leaves out guards on objects without asking whose they are."""
+    if isinstance(value, torch.nn.Module):
+        return f"a {_name_of(type(value))}"
     return _name_of(value) or f"an object of type {_name_of(type(value))}"
 
 
@@ -242,7 +256,8 @@ def _digest(code: CodeType) -> str:
 
 
 def _is_declared(guard: Unsaved, declared: Sequence[str]) -> bool:
-    return any(guard.owner == name or guard.owner.startswith((f"{name}.", f"{name}[")) for name in declared)
+    owner = re.sub(_MODULE, r".\1", guard.owner)
+    return any(owner == name or owner.startswith((f"{name}.", f"{name}[")) for name in declared)
 
 
 def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
@@ -262,21 +277,42 @@ def _named_guards(ahead: Ahead, model: object, declared: Sequence[str]) -> list[
         with suppress(Exception):  # it is about arguments, or about what only Dynamo knows
             here = value_in_scope(guard.expression, ahead.function, model)
             if not _is_declared(guard, declared) and _described(here) == value:
-                found.append((guard.name, guard.expression, value))
+                found.append((_shown(guard.name), guard.expression, value))
     return found
 
 
-def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
-    """Ask once, when a file is loaded, what guards would ask in every call. Raises InputError."""
+def _shown(name: str) -> str:
+    """`self.act`, module 'layers.1', or `eps` of module 'layers.1': a guard's name as messages have it."""
+    found = re.fullmatch(rf"self((?:{_MODULE})+)(?:\.(.*))?", name)
+    if found is None:
+        return f"`{name}`"
+    module = f"module '{'.'.join(re.findall(_MODULE, found[1]))}'"
+    return f"`{found[found.re.groups]}` of {module}" if found[found.re.groups] else module
+
+
+def _differences(guards: list[list[str]], function: Any, model: object) -> Iterator[tuple[str, str]]:
+    """What guards ask and is not as it was saved: the expression, and a sentence."""
     for name, expression, wanted in guards:
         if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
             continue
         try:
-            here = _described(value_in_scope(expression, function, model))
+            value = value_in_scope(expression, function, model)
+            here = _described(value)
+            wanted = wanted.replace("__main__.", f"{type(value).__module__}.")  # a script is another module here
         except Exception as error:  # an attribute that is not there, or a property that raises
             here = one_line(error)
         if here != wanted:
-            raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here}.")
+            yield expression, f"saved where {name} was {wanted}; here it is {here}."
+
+
+def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
+    """Ask once, when a file is loaded, what guards would ask in every call. Raises InputError.
+
+    `training` may be set after loading.
+    """
+    for expression, difference in _differences(guards, function, model):
+        if not expression.endswith(".training"):
+            raise InputError(f"'{path}' was {difference}")
 
 
 def _forward_hooks(model: object) -> dict[str, Mapping[int, Any]]:
