@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from graphex import env
+from graphex.analysis.graphs import is_users
 from graphex.backend import get_backend
 from graphex.cache.keys import machine_of
 from graphex.device import kernel_runtime
@@ -38,7 +39,16 @@ from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
 from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
-from graphex.torch_private.ahead import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
+from graphex.torch_private.ahead import (
+    Ahead,
+    Unsaved,
+    aot_compiled,
+    aot_loaded,
+    is_in_scope,
+    moved,
+    stack_of,
+    value_in_scope,
+)
 from graphex.torch_private.dynamo import forward_hooks_for_all
 
 _MARK = b"graphex saved function 1\n"
@@ -73,6 +83,11 @@ def save(
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
     if reason := why_off():
         raise InputError(f"nothing can be saved: {reason}.")
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
+    if target.is_dir():
+        raise InputError(f"'{target}' is a directory; save writes a file.")
     backend = get_backend(options)
     try:
         ahead = aot_compiled(model, tuple(args), dict(kwargs or {}), backend, partial(_check_named, declared))
@@ -81,7 +96,7 @@ def save(
     except Exception as error:
         if isinstance(error.__cause__, GraphexError):
             raise error.__cause__ from error
-        raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
+        raise InputError(f"torch cannot compile this ahead of time: {_why_not_compiled(error)}") from error
     is_module = isinstance(model, torch.nn.Module)
     takes_self = is_module and ahead.takes_self
     given = (model, *args) if takes_self else tuple(args)
@@ -93,9 +108,17 @@ def save(
     about["environment"] = {name: os.environ.get(name) for name in ahead.variables if name.split() == [name]}
     about["guards"] = _named_guards(ahead, model, declared)
     about["hooks"] = [name for name, held in _forward_hooks(model).items() if held]
-    with written_whole(Path(path)) as file:
+    with written_whole(target) as file:
         file.write(_MARK + sealed(json.dumps(about).encode() + b"\n" + ahead.data))
     return backend.journal
+
+
+def _why_not_compiled(error: Exception) -> str:
+    """Dynamo's reason and its explanation, and the user's line that they are about."""
+    explained = re.search(r"^ *Explanation: (.*)", str(error), re.MULTILINE)
+    frames = list(filter(is_users, stack_of(error)))
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"{one_line(error)}{place}{f'. {explained[1]}' if explained else ''}"
 
 
 def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
@@ -449,4 +472,4 @@ def _read(path: Path, trusted: bool) -> tuple[dict[str, Any], bytes]:
         head, _, data = unsealed(content.removeprefix(_MARK)).partition(b"\n")
         return json.loads(head), data
     except (OSError, ValueError) as error:
-        raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
+        raise InputError(f"'{path}' cannot be loaded: {error}.") from error

@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -116,6 +117,11 @@ def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | Non
     package = find("torch._dynamo.package")
     with replaced_in_this_thread(package, "load_guards_state", _guards_state):
         return load(data, names, *_held(load, 2, module))
+
+
+def stack_of(error: Exception) -> Sequence[traceback.FrameSummary]:
+    """The calls of the traced code that an error of Dynamo's is about, innermost last."""
+    return getattr(error, "real_stack", None) or ()
 
 
 _moved: ContextVar[tuple[torch.device, torch.device] | None] = ContextVar("moved", default=None)

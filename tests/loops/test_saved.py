@@ -506,9 +506,27 @@ def test_another_kind_of_device_is_refused(saved):
 
 
 def test_training_is_not_saved(tmp_path):
-    with pytest.raises(graphex.GraphexError, match="cannot be saved"):
+    with pytest.raises(graphex.GraphexError, match=r"gradients are enabled; call save under torch\.no_grad\(\)"):
         graphex.save(Step(), (torch.randn(4, 8), torch.zeros(4, 8)), tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_compiling(tmp_path):
+    for path, told in ((tmp_path / "none" / "file", "is no directory. Make it first"), (tmp_path, "is a directory")):
+        with pytest.raises(graphex.InputError, match=told):
+            graphex.save(3, (), path)
+
+
+class Talking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("forward")
+        return x + 1
+
+
+def test_a_line_that_dynamo_cannot_trace_is_named(tmp_path):
+    told = r"builtin operator .*\(test_saved\.py:\d+: print\(\"forward\"\)\)\. .* `print`"
+    with pytest.raises(graphex.InputError, match=told):
+        graphex.save(Talking(), (torch.ones(2),), tmp_path / "file")
 
 
 def test_a_result_that_is_a_view_of_an_input_is_not_saved(tmp_path):
