@@ -35,7 +35,7 @@ from graphex.backend import Backend
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
-from graphex.errors import CaptureError, NotOfferedError, one_line
+from graphex.errors import CaptureError, DoubleBackwardError, NotOfferedError, at_users_line, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
 from graphex.loops.step_state import SPARSE, Found, StepState
@@ -122,6 +122,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     if not type(module).forward.__module__.startswith("torch."):
         return module._call_impl
 
+    @at_users_line
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
@@ -136,6 +137,7 @@ CHANGING = 6  # ... and where a plain value is other than in the call before, wh
 REMEMBERED = 64  # kinds of calls that were seen and not captured
 
 
+_TORCHS_TWICE = "does not currently support double backward"
 TWICE = (
     "torch cannot differentiate a compiled backward again (create_graph=True): write train_step(..., compile=False), "
     "which leaves the model as it is and captures the step all the same."
@@ -205,7 +207,7 @@ class TrainStep:
             try:
                 return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
             except RuntimeError as error:
-                if "double backward" not in str(error):
+                if not isinstance(error, DoubleBackwardError) and _TORCHS_TWICE not in str(error):
                     raise
                 raise NotOfferedError(TWICE) from error
 
@@ -234,6 +236,10 @@ class TrainStep:
         torch.compiler.reset()
         reason = f"'{method}' was replaced, and compiled code does not see that"
         self.journal.fall_back(FellBack(self._name, "everything is compiled again", reason))
+
+    def __repr__(self) -> str:
+        state = "runs without capture" if self._is_off else f"captured graphs: {len(self._graphs)}"
+        return f"<training step of {self._name.removesuffix(' step')}, {state}>"
 
     def explain(self) -> str:
         """The step so far, as tables: its graphs and their memory, what is saved, what was captured."""
