@@ -58,7 +58,7 @@ class CapturedStep:
 
     replay: Replay
     pool: Pool
-    buffers: list[tuple[int, InputBuffer | Tensor]]
+    buffers: list[tuple[int, InputBuffer]]
     results: list[Any]
     spec: Any
     gradients: list[Tensor | None]
@@ -66,10 +66,7 @@ class CapturedStep:
 
     def fill(self, leaves: Sequence[Any]) -> None:
         for place, buffer in self.buffers:
-            if isinstance(buffer, Tensor):
-                buffer.copy_(leaves[place])
-            else:
-                buffer.target.copy_(buffer.source(leaves[place]))
+            buffer.target.copy_(buffer.source(leaves[place]))
 
     def free(self) -> None:
         self.pool.graphs -= 1
@@ -77,11 +74,11 @@ class CapturedStep:
         self.buffers, self.results = [], []
 
 
-def buffer_for(leaf: Tensor, where: torch.device) -> InputBuffer | Tensor:
+def buffer_for(leaf: Tensor, where: torch.device) -> InputBuffer:
     """Memory of the graph's own for an argument, on the device."""
     if leaf.device.type == where.type:
         return Arena().buffers([leaf], shared=False)[0]
-    return torch.empty_like(leaf, device=where)
+    return InputBuffer(torch.empty_like(leaf, device=where), None)
 
 
 def detached(results: Any) -> Any:
@@ -539,7 +536,7 @@ class TrainStep:
         ]
         given = list(leaves)
         for place, buffer in buffers:
-            given[place] = buffer if isinstance(buffer, Tensor) else buffer.view
+            given[place] = buffer.view
         args, kwargs = pytree.tree_unflatten(given, spec)
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
