@@ -45,7 +45,7 @@ from graphex.loops.processors import (
     Stop,
     TorchCode,
     described,
-    is_eos,
+    is_criterion,
     is_of_transformers,
     on_device,
     stop_on_device,
@@ -79,11 +79,11 @@ class StepParts:
 
 
 def _parts_of(processors: Any, criteria: Any, device: torch.device, users: Users) -> StepParts:
-    timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
-    counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
+    timed = [each for each in criteria if is_criterion(each, "MaxTimeCriteria")]
+    counted = [each for each in criteria if is_criterion(each, "MaxLengthCriteria")]
     others = [each for each in criteria if each not in timed and each not in counted]
-    ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
-    looking = [each for each in others if not is_eos(each)]
+    ending = [each.eos_token_id.view(-1).to(device) for each in others if is_criterion(each, "EosTokenCriteria")]
+    looking = [each for each in others if not is_criterion(each, "EosTokenCriteria")]
     made = [_as_part(each, device, users) for each in processors]
     stops = [stop_on_device(each, device) for each in looking]
     host = [f"{type(each).__name__} {why}" for each, why in zip(processors, made, strict=True) if isinstance(why, str)]
