@@ -121,12 +121,12 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, step: Step, device: Device, *, max_steps: int, ahead: int = AHEAD, report: Report | None = None
+        self, step: Step, device: Device, *, max_steps: int, ahead: int = AHEAD, ring: TokenRing | None = None
     ) -> None:
-        """`report`: where `step` writes on the host itself. Without one its results are copied."""
+        """`ring`: the rows on the host that `step` itself writes to. Without it the results of `step` are copied."""
         self._step, self._device, self._max_steps = step, device, max_steps
         self._ahead = ahead if device.captures else 1
-        self._report = report
+        self._ring = ring
         self._waiting: deque[Reading | Posted] = deque()
         self._spare: list[Reading | Posted] = []
         self.steps = 0  # that were read
@@ -155,7 +155,7 @@ class DecodeLoop:
             reading.wait()
 
     def _reading(self, tokens: Tensor) -> Reading | Posted:
-        return Reading(tokens, self._device) if self._report is None else Posted(self._report, self._device)
+        return Reading(tokens, self._device) if self._ring is None else Posted(self._ring, self._device)
 
 
 class Reading:
@@ -179,7 +179,7 @@ class Reading:
         return self._tokens.clone(), bool(self._finished)
 
 
-class Report:
+class TokenRing:
     """Rows on the host that the steps of a loop write in turn: tokens, and whether the loop is finished.
 
     A copy after each step takes the device 9 us, in which it does nothing else.
@@ -199,11 +199,11 @@ class Report:
 class Posted:
     """The result of one step, which it writes to the host itself."""
 
-    def __init__(self, report: Report, device: Device) -> None:
-        self._report, self._event = report, device.event()
+    def __init__(self, ring: TokenRing, device: Device) -> None:
+        self._ring, self._event = ring, device.event()
 
     def send(self, tokens: Tensor, finished: Tensor | None) -> None:
-        self._row = self._report.row()
+        self._row = self._ring.row()
         self._event.record()
 
     def wait(self) -> tuple[Tensor, bool]:

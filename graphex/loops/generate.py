@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from graphex.device import device_of
 from graphex.errors import InputError, OptionError
-from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, Report
+from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, TokenRing
 from graphex.loops.loop_cache import write
 from graphex.loops.processors import Process
 from graphex.loops.session import (
@@ -320,7 +320,7 @@ class Generation:
         self._ahead = 1 if wanted.host or (wanted.limits and wanted.returns_cache) else AHEAD
         self._kept = Kept(wanted, ahead=self._ahead > 1 and session.device.captures)
         rows = session.report(wanted)
-        self._report = None if rows is None else Report(rows, wanted.input_ids.shape[1])
+        self._ring = None if rows is None else TokenRing(rows, wanted.input_ids.shape[1])
         if wanted.host:
             journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
         self._part = session.captured_part(wanted) if wanted.max_steps > 1 else None
@@ -377,7 +377,7 @@ class Generation:
     def _first(self, logits: Tensor) -> Reading | Posted:
         """The tokens after the prompt, on their way to the host."""
         device = self._session.device
-        reading = Posted(self._report, device) if self._report else Reading(self._session.token[:, 0], device)
+        reading = Posted(self._ring, device) if self._ring else Reading(self._session.token[:, 0], device)
         reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
         return reading
 
@@ -392,7 +392,7 @@ class Generation:
 
         step: Callable[[], tuple[Tensor, Tensor]] = in_parts if self._wanted.host else captured
         steps = self._wanted.max_steps - 1
-        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead, report=self._report)
+        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead, ring=self._ring)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         tokens, *found = self._session.choose(self._wanted, logits, first=True)
