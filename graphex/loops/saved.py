@@ -136,8 +136,8 @@ def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
 class Loaded:
     """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled.
 
-    `model` is what the function takes first, if it does. `hooks` are the places, empty when it was saved, of hooks that
-    it would not call: the guards leave them out.
+    `model` is the function's first argument, if it takes the module. `hooks` are places of hooks that were empty when
+    it was saved: guards do not look there, and a hook would not be called. `differences` are those of the module now.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Loaded:
             raise InputError(next(of_module, None) or _why_not(error)) from error
 
     def without_guards(self) -> Loaded:
-        """The same, and it is yours to call it only as it was saved for: nothing is checked."""
+        """The same without checks of its calls: their arguments, modes and module must be those it was saved for."""
         self._function.disable_guard_check()
         self._hooks_held = []
         return self

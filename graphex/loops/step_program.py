@@ -211,8 +211,8 @@ class TrainStep:
     def _in_between(self, args: Any, kwargs: Any) -> Any:
         """A call in the middle of another one: by the step itself, by a finalizer or by a signal handler.
 
-        It is as in eager while the user's code runs: what was put off is done before and after it. A replay has no
-        middle, and a capture would hold this call for good.
+        While the user's code runs, it is made as in eager, and the calls that were put off are made before and after
+        it. In the middle of a replay or a capture it is refused: a capture would hold it for good.
         """
         if self._is_off:
             return self._as_it_is(args, kwargs)
@@ -343,7 +343,7 @@ class TrainStep:
         return learnt is not None and learnt.calls > 0 and (kind.path, _sort(kind.gradients)) in self._checked
 
     def _start_again(self, why: str) -> None:
-        """Graphs were made for memory that is not the step's any more."""
+        """Free the graphs and learn anew: they were made for memory that is not the step's any more."""
         if self._graphs:
             self.journal.counter(self._name)["freed"] += len(self._graphs)
             self._why_again = why
@@ -468,7 +468,7 @@ class TrainStep:
             return self._function(*args, **kwargs)
 
     def _call_openly(self, put_off: list[Callable[[], Any]], args: Any, kwargs: Any) -> Any:
-        """The same for a call in whose middle another one may be made. `put_off` are the calls that come behind it."""
+        """Call the function; another call may be made in its middle. `put_off` are the calls to make after it."""
         before, self._put_off = self._put_off, put_off
         try:
             return self._call(*args, **kwargs)
@@ -624,5 +624,5 @@ def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _sort(gradients: Hashable) -> Hashable:
-    """Whether a step found no gradients, some, or some that it reads."""
+    """The state of gradients when a step began: "none", "some", or "read" if the step reads them."""
     return gradients if isinstance(gradients, str) else "read"
