@@ -9,12 +9,12 @@ import difflib
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Literal
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -58,6 +58,10 @@ class CaptureError(GraphexError):
     """A device graph could not be captured; the caller falls back and records the reason."""
 
 
+class DoubleBackwardError(GraphexError, RuntimeError):
+    """The gradients of a compiled backward were asked for. A RuntimeError, as torch raises."""
+
+
 class GraphexWarning(UserWarning):
     """Something ran in a way the user did not ask for; the journal holds the record behind every warning."""
 
@@ -79,6 +83,20 @@ def users_frame() -> FrameType | None:
     users = [frame for frame in frames if _is_users(frame.f_code.co_filename) and not _is_compiled(frame.f_code)]
     own = (frame for frame in users if "site-packages" not in frame.f_code.co_filename)
     return next(own, None) or next(iter(users), None)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_NO_COLUMNS = 0x80 | 13 << 3  # an entry of Python's table of lines (Objects/locations.md): 1 to 8 units, the same line
+
+
+def at_users_line(function: F) -> F:
+    """The function, as if it stood at the user's line that led here: records and Dynamo's errors name that line."""
+    frame, made = users_frame(), cast("FunctionType", function)
+    if frame is not None:
+        file, units = frame.f_code.co_filename, len(made.__code__.co_code) // 2
+        table = b"".join(bytes((_NO_COLUMNS | min(8, units - begun) - 1, 0)) for begun in range(0, units, 8))
+        made.__code__ = made.__code__.replace(co_filename=file, co_firstlineno=frame.f_lineno, co_linetable=table)
+    return function
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -263,7 +263,8 @@ class _Phases:
             with compile_stage("graphex_cache"):
                 self.call.keep(*self._handed[0])
         if self.compilation.is_ahead:
-            compiled.portable = self._portable[0] if len(self._portable) == 1 else _NOT_PLAIN  # type: ignore[attr-defined]
+            why_not = _TRAINS if self._steps else _NOT_PLAIN
+            compiled.portable = self._portable[0] if len(self._portable) == 1 else why_not  # type: ignore[attr-defined]
         return compiled
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], phase: str) -> Executables:
@@ -385,7 +386,8 @@ def _note_subclasses(example_inputs: Sequence[Any], compilation: Compilation) ->
 # while it compiles.
 
 
-_NOT_PLAIN = "AOTAutograd works around its calls (training, autocast, results that are views of inputs ...)"
+_TRAINS = "gradients are enabled; call save under torch.no_grad()"
+_NOT_PLAIN = "AOTAutograd works around its calls (autocast, results that are views of inputs ...)"
 
 
 class CompiledAhead:

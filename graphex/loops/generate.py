@@ -9,16 +9,16 @@ transformers prepares inputs, processors and stopping criteria, and calls `gener
     first      its logits are processed, and a token is chosen
     steps      model, processors, choice, stopping criteria and all counting: a `DecodeLoop`
 
-What the device cannot do is done by the host between two captured parts (a processor of the user's, for instance), or
-the whole call is left to transformers. Both are on record: `graphex.generation(model)`.
+The host does the work that the device cannot (a processor of the user's, for instance) between two captured parts, or
+leaves the whole call to transformers. Both are on record: `graphex.generation(model)`.
 
-`Kept` holds what is wanted of every step. Steps that ran after the last one leave nothing behind: tokens and caches do
-not count them, what was kept of them is dropped, and the random generator goes back to where it was.
+`Kept` holds scores, logits and generator states of every step. Steps that ran after the last one leave nothing behind:
+tokens and caches do not count them, their scores are dropped, and the random generator goes back to where it was.
 
-`GenerationReport` says what the generations of a model took, and how far that is from the floor. The floor of a token
+`GenerationReport` shows the times of a model's generations, and how far they are from the floor. The floor of a token
 is the time to read, once, the weights that it needs and the keys and values of all positions. Of stacked experts only
-those count that a token chooses. `device_seconds` is a captured step by itself, replayed in a row; what a token takes
-beyond that, the device waits.
+those count that a token chooses. `device_seconds` is the time of a captured step, replayed in a row; for the rest of a
+token's time the device waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from graphex.device import device_of
 from graphex.errors import InputError, OptionError
-from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, Report
+from graphex.loops.decode_loop import AHEAD, DecodeLoop, FixedCall, Posted, Reading, TokenRing
 from graphex.loops.loop_cache import write
 from graphex.loops.processors import Process
 from graphex.loops.session import (
@@ -283,7 +283,7 @@ class Kept:
         self.steps = 0
 
     def add(self, logits: Tensor, scores: Tensor) -> None:
-        """Copies are kept: a captured step returns memory of its own, which the next one writes to."""
+        """Keep copies: a captured step returns memory of its own, which the next one writes to."""
         self.steps += 1
         if self.scores is not None:
             self.scores.append(scores.clone())
@@ -293,7 +293,7 @@ class Kept:
             self._states.append(random_state(self._device))
 
     def cut(self, steps: int) -> None:
-        """Only so many steps count."""
+        """Drop what was kept of later steps, and put the random generator back to where it was after the last."""
         if self._states is not None and steps < self.steps:
             set_random_state(self._device, self._states[steps - 1])
         for kept in (self.scores, self.logits):
@@ -305,13 +305,12 @@ class Generation:
     """A generation that runs on a session until all its sequences are finished.
 
         begin       the first token, and replays of the captured step behind it
-        is_right    whether that capture is still the model's step, which the host asks while the device is at it
-        run         all other tokens; if it was not right, the prompt is run again instead
+        is_right    whether that capture is still the model's step; the host asks while the device runs it
+        run         all other tokens; if the capture was not right, the prompt is run again instead
 
-    A short prompt is launched kernel by kernel, and the device is done with it when the host is: it waits for all that
-    the host does before the first replay, of which Dynamo's guards take longest. Replays before they are asked are
-    safe: the weights are where they were, and a prompt that is run again overwrites what a wrong step has left. Behind
-    a long prompt they are asked first: the device is still at it.
+    After a short prompt the device waits for the host, and Dynamo's guards take most of that time. So the first replays
+    are launched before the guards are asked. That is safe: the weights are where they were, and running the prompt
+    again overwrites what a wrong step has left. After a long prompt the device is still busy, so the guards come first.
     """
 
     def __init__(self, session: Session, wanted: Wanted, journal: Journal, streamer: Any) -> None:
@@ -320,7 +319,7 @@ class Generation:
         self._ahead = 1 if wanted.host or (wanted.limits and wanted.returns_cache) else AHEAD
         self._kept = Kept(wanted, ahead=self._ahead > 1 and session.device.captures)
         rows = session.report(wanted)
-        self._report = None if rows is None else Report(rows, wanted.input_ids.shape[1])
+        self._ring = None if rows is None else TokenRing(rows, wanted.input_ids.shape[1])
         if wanted.host:
             journal.fall_back(FellBack("generation", _BETWEEN, wanted.host))
         self._part = session.captured_part(wanted) if wanted.max_steps > 1 else None
@@ -379,7 +378,7 @@ class Generation:
     def _first(self, logits: Tensor) -> Reading | Posted:
         """The tokens after the prompt, on their way to the host."""
         device = self._session.device
-        reading = Posted(self._report, device) if self._report else Reading(self._session.token[:, 0], device)
+        reading = Posted(self._ring, device) if self._ring else Reading(self._session.token[:, 0], device)
         reading.send(*(self._choose_on_host(logits, first=True) if self._wanted.host else self._choose(logits)))
         return reading
 
@@ -394,7 +393,7 @@ class Generation:
 
         step: Callable[[], tuple[Tensor, Tensor]] = in_parts if self._wanted.host else captured
         steps = self._wanted.max_steps - 1
-        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead, report=self._report)
+        return DecodeLoop(step, self._session.device, max_steps=steps, ahead=self._ahead, ring=self._ring)
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         tokens, *found = self._session.choose(self._wanted, logits, first=True)
@@ -548,7 +547,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _step_alone(session: Session) -> float | None:
-    """Replays change nothing once the sequences are finished."""
+    """The seconds of a captured step, replayed in a row. Replays change nothing once all sequences are finished."""
     call = session.newest
     if call is None or not call.is_captured:
         return None

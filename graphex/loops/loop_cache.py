@@ -29,7 +29,7 @@ _KNOWN = ("StaticLayer", "StaticSlidingWindowLayer", "DynamicLayer", "DynamicSli
 
 
 class Place:
-    """Where the next token goes, while `decoding`. During a prefill each layer counts for itself, on the host."""
+    """The position of the next token, while `decoding`. During a prefill each layer counts for itself, on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.length = torch.zeros((), dtype=torch.long, device=device)
@@ -139,7 +139,7 @@ class RingLayer(LoopLayer):
 
 
 class LoopCache(Cache):
-    """A layer for each of the model's, all at one `place`."""
+    """The cache of a generation: a layer for each of the model's, all at one `place`."""
 
     def __init__(self, layers: list[LoopLayer], place: Place) -> None:
         super().__init__(layers=layers)
@@ -164,24 +164,24 @@ class LoopCache(Cache):
         return cls(layers, place)
 
     def begin(self, length: int) -> None:
-        """Before a prefill, with so many positions there already."""
+        """Prepare for a prefill behind `length` positions that are there already."""
         self.place.decoding = False
         for layer in self.layers:
             layer.start = length
 
     def clear(self) -> None:
-        """No old value is ever read, but one that is not finite would be: 0 * nan."""
+        """Zero all values. Masks hide old ones, but not those that are not finite: 0 * nan."""
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys.zero_()
                 layer.values.zero_()
 
     def takes(self, positions: int) -> bool:
-        """Whether a prompt of so many positions can be written into every layer where it belongs, none over another."""
+        """Whether every layer has a slot for each position of a prompt of this length."""
         return all(layer.is_initialized and positions <= layer.size for layer in self.layers)
 
     def decode(self, length: int | None = None) -> None:
-        """From now on the model is called with one token, after those of the prefill: `length`, or all it wrote."""
+        """Prepare for calls with one token, behind the first `length` positions of the prefill, or behind all."""
         self.prefilled = max(layer.start for layer in self.layers) if length is None else length
         self.place.decoding = True
         self.place.length.fill_(self.prefilled)
@@ -240,7 +240,7 @@ def write(cache: Cache, source: LoopCache, length: int) -> None:
 
 
 def why_not(cache: Any) -> str:
-    """Why a cache that was given cannot be read and written. Empty: it can."""
+    """Why a cache that was given cannot be read and written; empty if it can."""
     if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__}, not one that is wholly on the device"
     other = next((type(each).__name__ for each in cache.layers if type(each).__name__ not in _KNOWN), "")

@@ -5,7 +5,7 @@ is seen, then another one, and both are compared (`Observation`):
 
     an op that waits for the device, or copies between host and device      cannot be captured
     a number that differs from one step to the next, or is drawn by Python  would be burnt in
-    a tensor that one step made and the next reads, or that is elsewhere    would be read where it was
+    a tensor that one step makes and the next reads, or that has moved      a replay would read the old address
     gradients from before the step                                          are read, or dropped unread
 
 Kernels that no op launches (in compiled regions) get their numbers from the inputs of a compiled graph, which `note`
@@ -174,7 +174,9 @@ class Observation(DispatchMode):
         return "", ""
 
     def finish(self, results: Iterable[Any], gradients: Iterable[Tensor]) -> None:
-        """The step is over: what is alive, and neither an argument, a result nor a gradient, was there before."""
+        """End the observation. A tensor that came from outside, is still alive and is no argument, result or gradient
+        existed before the step.
+        """
         gradients, results = list(gradients), list(results)
         self._add("what it returns", results)
         if not self.reason and _drawn() != self._drawn:
@@ -196,7 +198,7 @@ class Observation(DispatchMode):
         self._outside = []
 
     def left_behind(self) -> list[Tensor]:
-        """The tensors that this step made and that are still held, but for gradients."""
+        """The tensors that this step made and that are still alive, gradients apart."""
         alive = [tensor for each in self._results if (tensor := each()) is not None]
         return [tensor for tensor in alive if _memory(tensor) not in self._stable]
 
@@ -327,7 +329,7 @@ Source = tuple[Sequence[str], Live]  # names, and the values that they stand for
 
 
 class Reached:
-    """All that is reached from `roots`, by name. `things` are those of `kinds` that no module holds."""
+    """The values that `roots` reach, by name. `things` are the objects of `kinds` that no module holds."""
 
     def __init__(self, roots: Sequence[Any], kinds: tuple[type, ...]) -> None:
         self._roots, self._kinds = list(roots), kinds
@@ -357,8 +359,9 @@ class Reached:
 
     @property
     def version(self) -> int:
-        """A number for the values of this moment: the same values have the same number. What the step changes itself,
-        in every run, is not among them."""
+        """A number for the values of this moment: the same values have the same number. Values that the step itself
+        changes in every run do not count.
+        """
         if self._version is None:
             values = frozenset(self.others_values().items())
             if values not in self._versions:

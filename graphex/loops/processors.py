@@ -46,7 +46,7 @@ class Sequence:
     newest: Tensor
 
     def last(self, count: int, otherwise: int = 0) -> Tensor:
-        """The last tokens, [B, count]; where there are fewer, the first of these are `otherwise`."""
+        """The last `count` tokens, [B, count], filled with `otherwise` at the front if the sequence is shorter."""
         at = self.length - count + torch.arange(count, device=self.tokens.device)
         found = self.tokens.index_select(1, at.clamp(min=0))
         return torch.where(at >= 0, found, otherwise)
@@ -87,10 +87,10 @@ def is_of_transformers(processor: Any) -> bool:
     return type(processor).__module__ == PROCESSORS
 
 
-def is_eos(criterion: Any) -> bool:
-    """Whether a criterion is one token that ends a sequence, or several."""
+def is_criterion(criterion: Any, name: str) -> bool:
+    """Whether a criterion is of this very class of transformers, which is known by name: it may not be installed."""
     kind = type(criterion)
-    return (kind.__module__, kind.__name__) == (CRITERIA, "EosTokenCriteria")
+    return (kind.__module__, kind.__name__) == (CRITERIA, name)
 
 
 def stop_on_device(criterion: Any, device: torch.device) -> Stop | None:

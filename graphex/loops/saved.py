@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from graphex import env
+from graphex.analysis.graphs import is_users
 from graphex.backend import get_backend
 from graphex.cache.keys import machine_of
 from graphex.device import kernel_runtime
@@ -38,12 +39,22 @@ from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
 from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
-from graphex.torch_private.ahead import Ahead, Unsaved, aot_compiled, aot_loaded, is_in_scope, moved, value_in_scope
+from graphex.torch_private.ahead import (
+    Ahead,
+    Unsaved,
+    aot_compiled,
+    aot_loaded,
+    is_in_scope,
+    moved,
+    stack_of,
+    value_in_scope,
+)
 from graphex.torch_private.dynamo import forward_hooks_for_all
 
 _MARK = b"graphex saved function 1\n"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_FOR_ALL = ("torch.nn.modules.module._global_forward_hooks", "torch.nn.modules.module._global_forward_pre_hooks")
+_MODULE = r"\._modules\['([^']*)'\]"  # as guards name a submodule
 _MODES = "GLOBAL_STATE changed: "  # as torch begins the sentence of a guard on modes
 _NAMES = {"grad_mode": "whether gradients are computed (torch.no_grad)"} | {
     f"autocast({device})_{what}": f"{text} on '{device}'"
@@ -72,6 +83,11 @@ def save(
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
     if reason := why_off():
         raise InputError(f"nothing can be saved: {reason}.")
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(f"'{target.parent}' is no directory. Make it first, or save elsewhere.")
+    if target.is_dir():
+        raise InputError(f"'{target}' is a directory; save writes a file.")
     backend = get_backend(options)
     try:
         ahead = aot_compiled(model, tuple(args), dict(kwargs or {}), backend, partial(_check_named, declared))
@@ -80,7 +96,7 @@ def save(
     except Exception as error:
         if isinstance(error.__cause__, GraphexError):
             raise error.__cause__ from error
-        raise InputError(f"torch cannot compile this ahead of time: {one_line(error)}") from error
+        raise InputError(f"torch cannot compile this ahead of time: {_why_not_compiled(error)}") from error
     is_module = isinstance(model, torch.nn.Module)
     takes_self = is_module and ahead.takes_self
     given = (model, *args) if takes_self else tuple(args)
@@ -92,9 +108,17 @@ def save(
     about["environment"] = {name: os.environ.get(name) for name in ahead.variables if name.split() == [name]}
     about["guards"] = _named_guards(ahead, model, declared)
     about["hooks"] = [name for name, held in _forward_hooks(model).items() if held]
-    with written_whole(Path(path)) as file:
+    with written_whole(target) as file:
         file.write(_MARK + sealed(json.dumps(about).encode() + b"\n" + ahead.data))
     return backend.journal
+
+
+def _why_not_compiled(error: Exception) -> str:
+    """Dynamo's reason and its explanation, and the user's line that they are about."""
+    explained = re.search(r"^ *Explanation: (.*)", str(error), re.MULTILINE)
+    frames = list(filter(is_users, stack_of(error)))
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+    return f"{one_line(error)}{place}{f'. {explained[1]}' if explained else ''}"
 
 
 def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
@@ -112,12 +136,18 @@ def _choose_kernels(call: Callable[[], Any], journal: Journal) -> None:
 class Loaded:
     """A saved function or the `forward` of a module. `journal` has what was recorded when it was compiled.
 
-    `model` is what the function takes first, if it does. `hooks` are the places, empty when it was saved, of hooks that
-    it would not call: the guards leave them out.
+    `model` is the function's first argument, if it takes the module. `hooks` are places of hooks that were empty when
+    it was saved: guards do not look there, and a hook would not be called. `differences` are those of the module now.
     """
 
-    def __init__(self, function: Any, model: torch.nn.Module | None, hooks: dict[str, Mapping[int, Any]]) -> None:
-        self._function, self._model = function, model
+    def __init__(
+        self,
+        function: Any,
+        model: torch.nn.Module | None,
+        hooks: dict[str, Mapping[int, Any]],
+        differences: Callable[[], Iterator[tuple[str, str]]],
+    ) -> None:
+        self._function, self._model, self._differences = function, model, differences
         self._hooks, self._hooks_held = hooks, list(hooks.values())
         compiled: CompiledAhead = function._artifacts.compiled_fn
         self.journal: Journal = compiled.journal
@@ -131,10 +161,11 @@ class Loaded:
         except RuntimeError as error:
             if self._function.guard_check(*given, **kwargs):
                 raise
-            raise InputError(_why_not(error)) from error
+            of_module = (f"this was {difference}" for _, difference in self._differences())
+            raise InputError(next(of_module, None) or _why_not(error)) from error
 
     def without_guards(self) -> Loaded:
-        """The same, and it is yours to call it only as it was saved for: nothing is checked."""
+        """The same without checks of its calls: their arguments, modes and module must be those it was saved for."""
         self._function.disable_guard_check()
         self._hooks_held = []
         return self
@@ -182,7 +213,8 @@ def load(
         except Exception as error:  # of torch's: an object that it can write, and not read
             raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
     _check_guards(path, head["guards"], function, model)
-    return Loaded(function, model if head["takes_self"] else None, hooks)
+    differences = partial(_differences, head["guards"], function, model)
+    return Loaded(function, model if head["takes_self"] else None, hooks, differences)
 
 
 def _device_of(journal: Journal) -> str:
@@ -216,6 +248,9 @@ def _name_of(value: object) -> str:
     """
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         return repr(value)
+    if type(value) is tuple:
+        names = [_name_of(each) for each in value]
+        return f"({', '.join(names)})" if all(names) else ""
     if isinstance(value, CodeType):
         return f"the code {value.co_name} {_digest(value)}"
     if isinstance(value, ModuleType):
@@ -232,6 +267,8 @@ def _name_of(value: object) -> str:
 
 def _described(value: object) -> str:
     """The name of a value, or of its type: torch leaves out guards on objects without asking whose they are."""
+    if isinstance(value, torch.nn.Module):
+        return f"a {_name_of(type(value))}"
     return _name_of(value) or f"an object of type {_name_of(type(value))}"
 
 
@@ -242,7 +279,8 @@ def _digest(code: CodeType) -> str:
 
 
 def _is_declared(guard: Unsaved, declared: Sequence[str]) -> bool:
-    return any(guard.owner == name or guard.owner.startswith((f"{name}.", f"{name}[")) for name in declared)
+    owner = re.sub(_MODULE, r".\1", guard.owner)
+    return any(owner == name or owner.startswith((f"{name}.", f"{name}[")) for name in declared)
 
 
 def _check_named(declared: Sequence[str], guard: Unsaved) -> None:
@@ -262,21 +300,42 @@ def _named_guards(ahead: Ahead, model: object, declared: Sequence[str]) -> list[
         with suppress(Exception):  # it is about arguments, or about what only Dynamo knows
             here = value_in_scope(guard.expression, ahead.function, model)
             if not _is_declared(guard, declared) and _described(here) == value:
-                found.append((guard.name, guard.expression, value))
+                found.append((_shown(guard.name), guard.expression, value))
     return found
 
 
-def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
-    """Ask once, when a file is loaded, what guards would ask in every call. Raises InputError."""
+def _shown(name: str) -> str:
+    """`self.act`, module 'layers.1', or `eps` of module 'layers.1': a guard's name as messages have it."""
+    found = re.fullmatch(rf"self((?:{_MODULE})+)(?:\.(.*))?", name)
+    if found is None:
+        return f"`{name}`"
+    module = f"module '{'.'.join(re.findall(_MODULE, found[1]))}'"
+    return f"`{found[found.re.groups]}` of {module}" if found[found.re.groups] else module
+
+
+def _differences(guards: list[list[str]], function: Any, model: object) -> Iterator[tuple[str, str]]:
+    """What guards ask and is not as it was saved: the expression, and a sentence."""
     for name, expression, wanted in guards:
         if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
             continue
         try:
-            here = _described(value_in_scope(expression, function, model))
+            value = value_in_scope(expression, function, model)
+            here = _described(value)
+            wanted = wanted.replace("__main__.", f"{type(value).__module__}.")  # a script is another module here
         except Exception as error:  # an attribute that is not there, or a property that raises
             here = one_line(error)
         if here != wanted:
-            raise InputError(f"'{path}' was saved where `{name}` was {wanted}; here it is {here}.")
+            yield expression, f"saved where {name} was {wanted}; here it is {here}."
+
+
+def _check_guards(path: str | Path, guards: list[list[str]], function: Any, model: object) -> None:
+    """Ask once, when a file is loaded, what guards would ask in every call. Raises InputError.
+
+    `training` may be set after loading.
+    """
+    for expression, difference in _differences(guards, function, model):
+        if not expression.endswith(".training"):
+            raise InputError(f"'{path}' was {difference}")
 
 
 def _forward_hooks(model: object) -> dict[str, Mapping[int, Any]]:
@@ -413,4 +472,4 @@ def _read(path: Path, trusted: bool) -> tuple[dict[str, Any], bytes]:
         head, _, data = unsealed(content.removeprefix(_MARK)).partition(b"\n")
         return json.loads(head), data
     except (OSError, ValueError) as error:
-        raise InputError(f"'{path}' cannot be loaded: {one_line(error)}.") from error
+        raise InputError(f"'{path}' cannot be loaded: {error}.") from error

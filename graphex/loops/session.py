@@ -45,7 +45,7 @@ from graphex.loops.processors import (
     Stop,
     TorchCode,
     described,
-    is_eos,
+    is_criterion,
     is_of_transformers,
     on_device,
     stop_on_device,
@@ -79,11 +79,11 @@ class StepParts:
 
 
 def _parts_of(processors: Any, criteria: Any, device: torch.device, users: Users) -> StepParts:
-    timed = [each for each in criteria if type(each).__name__ == "MaxTimeCriteria"]
-    counted = [each for each in criteria if type(each).__name__ == "MaxLengthCriteria"]
+    timed = [each for each in criteria if is_criterion(each, "MaxTimeCriteria")]
+    counted = [each for each in criteria if is_criterion(each, "MaxLengthCriteria")]
     others = [each for each in criteria if each not in timed and each not in counted]
-    ending = [each.eos_token_id.view(-1).to(device) for each in others if is_eos(each)]
-    looking = [each for each in others if not is_eos(each)]
+    ending = [each.eos_token_id.view(-1).to(device) for each in others if is_criterion(each, "EosTokenCriteria")]
+    looking = [each for each in others if not is_criterion(each, "EosTokenCriteria")]
     made = [_as_part(each, device, users) for each in processors]
     stops = [stop_on_device(each, device) for each in looking]
     host = [f"{type(each).__name__} {why}" for each, why in zip(processors, made, strict=True) if isinstance(why, str)]
@@ -107,8 +107,9 @@ def _as_part(processor: Any, device: torch.device, users: Users) -> tuple[Proces
 
 @dataclass(frozen=True)
 class Wanted(StepParts):
-    """`position` and `mask` are those of the prompt; `mask` is None for a prompt without padding. `extra` is given to
-    the model in every step. `past` positions are in the `cache` already, and `room` is the size of one for all to come.
+    """The arguments of one generation. `position` and `mask` are those of the prompt; `mask` is None for a prompt
+    without padding. `extra` is given to the model in every step. The `cache` holds `past` positions already; `room` is
+    the cache size for the whole generation.
     """
 
     input_ids: Tensor
@@ -435,7 +436,7 @@ class Session:
 
     @property
     def _model(self) -> Any:
-        """The session goes with the model, and does not keep it."""
+        """The model, which a session does not keep alive."""
         return self._reference()
 
     # -- before the loop -----------------------------------------------------------------------------------------------
@@ -538,8 +539,8 @@ class Session:
         return tokens, logits, scores
 
     def take(self, wanted: Wanted, scores: Tensor, *, first: bool) -> Tensor:
-        """The tokens that scores lead to, written behind those that are there. The token before them, of which the
-        model was called, is one more in the cache, unless all sequences were finished before.
+        """Choose the next tokens and append them to the sequences. The model's input token now counts as cached,
+        unless all sequences had finished before.
         """
         if wanted.sample:
             tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
@@ -551,14 +552,14 @@ class Session:
         return self.token[:, 0]
 
     def report(self, wanted: Wanted) -> Tensor | None:
-        """Where steps write their tokens on the host; None if these are copied: `choose` has something to add then, or
-        the device does not write there.
+        """The memory of the host that steps write their tokens to. None if tokens are copied: the host or a stopping
+        criterion has the last word on them, or the device cannot write there.
         """
         return None if wanted.host or wanted.stops else self._report
 
     def captured_part(self, wanted: Wanted) -> FixedCall:
-        """A step, or the model alone where the host does the rest. The one that was captured may be replayed as soon as
-        `confirms` says so; before that, if what a wrong one does can be taken back. It is rehearsed if it has to be.
+        """The captured part of a step: all of it, or the model alone if the host does the rest. Replay it after
+        `confirms`. Before that, replay it only if a wrong step can be undone.
         """
 
         def step() -> tuple[Tensor, ...]:
@@ -577,9 +578,9 @@ class Session:
         return self._function, {**values, "cache": self.cache, "extra": self._extra}
 
     def _call(self, calls: Calls, key: tuple[Any, ...], body: Callable[[], Any], arguments: Arguments) -> FixedCall:
-        """The call that was captured for a key, or one that will be. `arguments` are what it compiles: a function, and
-        the values of its local variables. It runs as it is first if weights have moved, or if only that can tell what
-        it runs.
+        """The call for a key, captured or to be captured. `arguments` gives the function that it compiles, and the
+        values of its local variables. The call is rehearsed if weights have moved, or if Dynamo's guards cannot tell
+        which graph it runs.
         """
 
         def state() -> Hashable:
@@ -619,12 +620,12 @@ class Session:
         return ran
 
     def _addresses(self) -> tuple[int, ...]:
-        """Where the weights are: a capture is right for these."""
+        """The addresses of the weights: a capture holds for these."""
         return tuple([each.data_ptr() for each in self.tensors])
 
     def _values(self) -> int:
-        """A number for what the model's Python code can reach: where a part of a step runs without Dynamo's guards,
-        another number, adapter or function in the model is seen by nothing else.
+        """A version number of all values that the model's Python code can reach. It is the only check for parts of a
+        step that run without Dynamo's guards.
         """
         self._reached = self._reached or Reached((self._model,), ())
         self._reached.look()

@@ -35,7 +35,7 @@ from graphex.backend import Backend
 from graphex.config import CompilerConfig
 from graphex.device import Device, Replay, device_of, several_accelerators
 from graphex.env import why_off
-from graphex.errors import CaptureError, NotOfferedError, one_line
+from graphex.errors import CaptureError, DoubleBackwardError, NotOfferedError, at_users_line, one_line
 from graphex.evidence.tables import printed
 from graphex.loops.observation import Observation, comparable, holds_tensors, may_see_compiled_code
 from graphex.loops.step_state import SPARSE, Found, StepState
@@ -58,7 +58,7 @@ class CapturedStep:
 
     replay: Replay
     pool: Pool
-    buffers: list[tuple[int, InputBuffer | Tensor]]
+    buffers: list[tuple[int, InputBuffer]]
     results: list[Any]
     spec: Any
     gradients: list[Tensor | None]
@@ -66,10 +66,7 @@ class CapturedStep:
 
     def fill(self, leaves: Sequence[Any]) -> None:
         for place, buffer in self.buffers:
-            if isinstance(buffer, Tensor):
-                buffer.copy_(leaves[place])
-            else:
-                buffer.target.copy_(buffer.source(leaves[place]))
+            buffer.target.copy_(buffer.source(leaves[place]))
 
     def free(self) -> None:
         self.pool.graphs -= 1
@@ -77,11 +74,11 @@ class CapturedStep:
         self.buffers, self.results = [], []
 
 
-def buffer_for(leaf: Tensor, where: torch.device) -> InputBuffer | Tensor:
+def buffer_for(leaf: Tensor, where: torch.device) -> InputBuffer:
     """Memory of the graph's own for an argument, on the device."""
     if leaf.device.type == where.type:
         return Arena().buffers([leaf], shared=False)[0]
-    return torch.empty_like(leaf, device=where)
+    return InputBuffer(torch.empty_like(leaf, device=where), None)
 
 
 def detached(results: Any) -> Any:
@@ -122,6 +119,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     if not type(module).forward.__module__.startswith("torch."):
         return module._call_impl
 
+    @at_users_line
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
@@ -136,6 +134,7 @@ CHANGING = 6  # ... and where a plain value is other than in the call before, wh
 REMEMBERED = 64  # kinds of calls that were seen and not captured
 
 
+_TORCHS_TWICE = "does not currently support double backward"
 TWICE = (
     "torch cannot differentiate a compiled backward again (create_graph=True): write train_step(..., compile=False), "
     "which leaves the model as it is and captures the step all the same."
@@ -205,15 +204,15 @@ class TrainStep:
             try:
                 return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
             except RuntimeError as error:
-                if "double backward" not in str(error):
+                if not isinstance(error, DoubleBackwardError) and _TORCHS_TWICE not in str(error):
                     raise
                 raise NotOfferedError(TWICE) from error
 
     def _in_between(self, args: Any, kwargs: Any) -> Any:
         """A call in the middle of another one: by the step itself, by a finalizer or by a signal handler.
 
-        It is as in eager while the user's code runs: what was put off is done before and after it. A replay has no
-        middle, and a capture would hold this call for good.
+        While the user's code runs, it is made as in eager, and the calls that were put off are made before and after
+        it. In the middle of a replay or a capture it is refused: a capture would hold it for good.
         """
         if self._is_off:
             return self._as_it_is(args, kwargs)
@@ -234,6 +233,10 @@ class TrainStep:
         torch.compiler.reset()
         reason = f"'{method}' was replaced, and compiled code does not see that"
         self.journal.fall_back(FellBack(self._name, "everything is compiled again", reason))
+
+    def __repr__(self) -> str:
+        state = "runs without capture" if self._is_off else f"captured graphs: {len(self._graphs)}"
+        return f"<training step of {self._name.removesuffix(' step')}, {state}>"
 
     def explain(self) -> str:
         """The step so far, as tables: its graphs and their memory, what is saved, what was captured."""
@@ -340,7 +343,7 @@ class TrainStep:
         return learnt is not None and learnt.calls > 0 and (kind.path, _sort(kind.gradients)) in self._checked
 
     def _start_again(self, why: str) -> None:
-        """Graphs were made for memory that is not the step's any more."""
+        """Free the graphs and learn anew: they were made for memory that is not the step's any more."""
         if self._graphs:
             self.journal.counter(self._name)["freed"] += len(self._graphs)
             self._why_again = why
@@ -465,7 +468,7 @@ class TrainStep:
             return self._function(*args, **kwargs)
 
     def _call_openly(self, put_off: list[Callable[[], Any]], args: Any, kwargs: Any) -> Any:
-        """The same for a call in whose middle another one may be made. `put_off` are the calls that come behind it."""
+        """Call the function; another call may be made in its middle. `put_off` are the calls to make after it."""
         before, self._put_off = self._put_off, put_off
         try:
             return self._call(*args, **kwargs)
@@ -533,7 +536,7 @@ class TrainStep:
         ]
         given = list(leaves)
         for place, buffer in buffers:
-            given[place] = buffer if isinstance(buffer, Tensor) else buffer.view
+            given[place] = buffer.view
         args, kwargs = pytree.tree_unflatten(given, spec)
         deferred: list[Callable[[], Any]] = []
         pool = self._pool_for(own_pool)
@@ -621,5 +624,5 @@ def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _sort(gradients: Hashable) -> Hashable:
-    """Whether a step found no gradients, some, or some that it reads."""
+    """The state of gradients when a step began: "none", "some", or "read" if the step reads them."""
     return gradients if isinstance(gradients, str) else "read"

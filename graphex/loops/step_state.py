@@ -1,7 +1,7 @@
 """The state of a training step: what it reads and writes besides its arguments.
 
     modules       parameters, buffers, whether each trains; their gradients
-    optimizers    made capturable; a learning rate is a tensor while a step runs, and a float to everybody else
+    optimizers    made capturable; a learning rate is a tensor while a step runs, and a float otherwise
     deferred      schedulers and averaged models, which the host steps after the device
     values        plain values that the function reads: a captured step holds for these only
 
@@ -125,8 +125,8 @@ class Rates:
                 told("sets a learning rate; set it outside of the step, or by a scheduler")
 
     def give_back(self) -> bool:
-        """Learning rates are what they were before `as_tensors`, or numbers that the step has set. Returns whether it
-        has set one.
+        """Put learning rates back: the former ones, or those that the step set, as numbers. Returns whether the step
+        set one.
         """
         groups = self._optimizer.param_groups
         tensors = zip(self._tensors, self._versions, strict=False)
@@ -376,7 +376,7 @@ class StepState:
             parameter.data = memory
 
     def hooks(self) -> bool:
-        """Whether something has a hook by now."""
+        """Whether a module, an optimizer or a parameter has a hook by now."""
         held = [vars(each) for each in (*self._modules, *self.found.optimizers)]
         return (
             any(each.get(name) for each in held for name in (*_HOOKS, *_STEP_HOOKS))
@@ -397,7 +397,7 @@ class StepState:
         return [(optimizer, changes) for optimizer, changes in changed if changes]
 
     def has_sparse_gradients(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is given a sparse gradient. Fused kernels take none: it is as the user made it then."""
+        """Whether an optimizer has a sparse gradient. Fused kernels take none: it is put back to the user's choice."""
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
         if all(each is None or each.layout == torch.strided for each in gradients):
             return False
@@ -425,8 +425,8 @@ class StepState:
     def deferring(self, calls: list[Callable[[], Any]], read: Callable[[str], None]) -> Iterator[None]:
         """Calls of schedulers and averaged models are put into `calls` instead of being made.
 
-        A rate that the step asks a scheduler for is that of this moment, and `read` is told: it is no tensor. So it
-        is of a call that was made all the same, by a method that was taken from its owner before.
+        `read` is called, and the step is not captured, in two cases: the step asks a scheduler for its learning rate,
+        or it calls a method that it took from the object before the step (`after = scheduler.step`).
         """
         patched: list[tuple[Any, str]] = []
         self._counted = list(map(_calls_of, self.found.deferred))

@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from inspect import Parameter, signature
-from typing import Any
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from graphex.backend import Backend, get_backend
 from graphex.config import CompilerConfig
-from graphex.errors import InputError
+from graphex.errors import InputError, at_users_line, did_you_mean
 from graphex.loops.step_program import CompiledModule, TrainStep
 from graphex.loops.step_state import Found, found_in
 from graphex.records import FellBack
@@ -49,7 +50,26 @@ from graphex.torch_private.frames import compiled_call
 from graphex.torch_private.memory import move_together
 from graphex.torch_private.symbolic import pytree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _by_known_names(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with an error for an unknown keyword argument that names the nearest."""
+    known = signature(function).parameters
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                hint = did_you_mean(name, known, f"it takes {', '.join(known)}")
+                raise InputError(f"{function.__name__}() got an unexpected keyword argument '{name}' ({hint}).")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_by_known_names
 def train_step(
     model: nn.Module | Callable[..., Any] | None = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -77,6 +97,10 @@ def train_step(
     The model is compiled (`compile=False`: it is not) with these `options` of graphex. Tensors that a step returns are
     detached copies. What cannot be captured runs as it is, with the reason in `step.journal`.
     """
+    own = (loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, autocast, ema)
+    has_parts = any(each is not None for each in own) or accumulate != 1
+    if model is None and has_parts:
+        raise InputError("train_step needs the module of these parts: train_step(model, loss_fn, optimizer).")
     if model is None:
         return partial(train_step, compile=compile, dynamic=dynamic, options=options)
     backend = get_backend(options)
@@ -90,8 +114,7 @@ def train_step(
         return TrainStep(recipe, partial(_found_of, parts, recipe.average), backend, compiles=compile)
     if not callable(model):
         raise InputError(f"train_step takes a module, or a function that does a step; got {type(model).__name__}.")
-    own = (loss_fn, optimizer, scaler, scheduler, clip_norm, clip_value, autocast, ema)
-    if any(each is not None for each in own) or accumulate != 1:
+    if has_parts:
         raise InputError("a function is a whole step: the parts of a step are for train_step(module, ...).")
     find = partial(_reached_by, model, compile_it, backend) if compile else partial(_found_by, model)
     return TrainStep(model, find, backend, compiles=compile)
@@ -257,12 +280,44 @@ def _check(parts: Parts) -> None:
             f"{type(parts.optimizer).__name__} computes the loss as often as it likes. Write the step as a function "
             "that calls `optimizer.step(closure)`, and pass that to train_step."
         )
+    _check_trained(parts)
+    _check_clipping("clip_norm", "the largest norm", parts.clip_norm)
+    _check_clipping("clip_value", "the largest absolute value of a gradient", parts.clip_value)
+    _check_methods("scaler", "a torch.amp.GradScaler", parts.scaler, ("scale", "unscale_", "step", "update"))
+    _check_methods("scheduler", "a scheduler of torch.optim.lr_scheduler", parts.scheduler, ("step",))
+    if parts.scheduler is not None and _needs_arguments(parts.scheduler.step):
+        kind = type(parts.scheduler).__name__
+        raise InputError(f"{kind} steps with arguments, such as a metric: call its `step` yourself, after the step.")
     if parts.autocast is not None and not isinstance(parts.autocast, torch.dtype):
         raise InputError(f"autocast is a type, such as torch.bfloat16; got {parts.autocast!r}.")
     if parts.ema is None or isinstance(parts.ema, AveragedModel):
         return
     if not isinstance(parts.ema, (int, float)) or not 0.0 <= parts.ema < 1.0:
         raise InputError(f"ema is the decay of an average, from 0 to below 1, or an AveragedModel; got {parts.ema!r}.")
+
+
+def _check_trained(parts: Parts) -> None:
+    modules = [each for each in (parts.model, parts.loss_fn) if isinstance(each, nn.Module)]
+    trained = {id(each) for module in modules for each in module.parameters() if each.requires_grad}
+    held = {id(each) for group in parts.optimizer.param_groups for each in group["params"]}
+    if trained and trained.isdisjoint(held):
+        raise InputError("the optimizer holds none of the model's parameters. Make it of model.parameters().")
+
+
+def _check_clipping(name: str, meaning: str, limit: Any) -> None:
+    is_number = isinstance(limit, Real) and not isinstance(limit, bool)
+    if limit is not None and not (is_number and limit > 0):
+        raise InputError(f"{name} is {meaning}, above 0; got {limit!r}.")
+
+
+def _check_methods(name: str, meaning: str, given: Any, methods: Sequence[str]) -> None:
+    if given is not None and not all(callable(getattr(given, each, None)) for each in methods):
+        raise InputError(f"{name} is {meaning}; got {given!r}.")
+
+
+def _needs_arguments(method: Callable[..., Any]) -> bool:
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return any(each.default is Parameter.empty and each.kind in kinds for each in signature(method).parameters.values())
 
 
 def _average_of(parts: Parts) -> nn.Module | None:
@@ -274,6 +329,7 @@ def _average_of(parts: Parts) -> nn.Module | None:
 def _loss_function(parts: Parts) -> Callable[..., Tensor]:
     model, loss_fn = parts.model, parts.loss_fn
 
+    @at_users_line
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         if loss_fn is None:
             return _loss_in(model(*args, **kwargs))

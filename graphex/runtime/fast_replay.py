@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from graphex.errors import DoubleBackwardError
 from graphex.runtime.captured_graph import CapturedGraph, Pool, ReplayBody
 from graphex.runtime.codegen import Boxed
 from graphex.runtime.guards import Picker, picker
@@ -303,7 +304,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError("torch.compile with graphex does not support double backward.")
+        raise DoubleBackwardError("torch.compile with graphex does not support double backward.")
 
 
 def _same(some: Any, others: Sequence[Any]) -> bool:

@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,10 +41,11 @@ def register_as_serializable(kind: type) -> None:
 
 @dataclass(frozen=True)
 class Unsaved:
-    """A guard that is not saved: `self.act` is still this value. `expression` finds it in the scope of a call.
+    """A guard to ask when a file is loaded: `self.act` is still this value. `expression` finds it in a call's scope.
 
     torch leaves out guards on globals, and most of those on the identity of an object; it `insists` on the others.
     Guards on what a class holds are saved without the value: the process that loads takes it from its own class.
+    Guards on a module and its attributes are saved, and asked here too, for calls without guards.
     `owner` is the object that the guard is about: of a list it may be the length that has to be the same.
     """
 
@@ -82,7 +84,7 @@ def aot_compiled(
     check: Callable[[Unsaved], None],
 ) -> Ahead:
     """Compile by torch's `aot_compile` for these arguments. `check` may raise for a guard that will not be saved."""
-    guards = _Guards(check)
+    guards = _Guards(check, function)
     try:
         made = _aot_compile(function, args, kwargs, backend, guards)
     except TensorifyScalarRestartAnalysis:  # Dynamo would begin again, with numbers as constants
@@ -115,6 +117,11 @@ def aot_loaded(data: bytes, names: dict[str, Any], module: torch.nn.Module | Non
     package = find("torch._dynamo.package")
     with replaced_in_this_thread(package, "load_guards_state", _guards_state):
         return load(data, names, *_held(load, 2, module))
+
+
+def stack_of(error: Exception) -> Sequence[traceback.FrameSummary]:
+    """The calls of the traced code that an error of Dynamo's is about, innermost last."""
+    return getattr(error, "real_stack", None) or ()
 
 
 _moved: ContextVar[tuple[torch.device, torch.device] | None] = ContextVar("moved", default=None)
@@ -190,16 +197,20 @@ class _Guards:
     _ON_HOOKS = "EMPTY_NN_MODULE_HOOKS_DICT"
     _ENVIRONMENT = frozenset(id(getattr(os, name, os.environ)) for name in ("environ", "environb", "getenv", "getenvb"))
 
-    def __init__(self, check: Callable[[Unsaved], None]) -> None:
+    def __init__(self, check: Callable[[Unsaved], None], function: Callable[..., Any]) -> None:
         manager = find("torch._dynamo.guards.CheckFunctionManager")
         self._by_identity = frozenset(getattr(manager, "UNSUPPORTED_SERIALIZATION_GUARD_TYPES", ()))
         self._skips_hooks = bool(getattr(find("torch._dynamo.config"), "skip_nnmodule_hook_guards", False))
-        self._check = check
+        self._check, self._function = check, function
+        self._module = ""  # the name in guards of the module that is compiled, if it is one
         self.unsaved: dict[str, Unsaved] = {}
         self.texts: set[str] = set()
         self.read_environment = False
 
     def are_saved(self, guards: Sequence[Any]) -> list[bool]:
+        if isinstance(self._function, torch.nn.Module):
+            named = (each.name for each in guards if each.value is self._function and each.name.isidentifier())
+            self._module = next(named, "")
         return list(map(self._is_saved, guards))
 
     def _is_saved(self, entry: Any) -> bool:
@@ -210,7 +221,7 @@ class _Guards:
         guard = entry.orig_guard
         insists = not self._by_identity.isdisjoint(entry.derived_guard_types)
         if not entry.is_global and not insists and entry.guard_type not in self._by_identity:
-            if "type(" in guard.name:
+            if "type(" in guard.name or self._is_of_module(entry):
                 self._keep(entry, insists=False)
             if guard.name.startswith("L['self']."):
                 guard.stack = guard.user_stack = None
@@ -219,10 +230,17 @@ class _Guards:
         self._keep(entry, insists=insists)
         return False
 
+    def _is_of_module(self, entry: Any) -> bool:
+        """Whether a guard is on a submodule or a plain attribute: weights may be others, devices are moved."""
+        held = self._module and (entry.name == self._module or entry.name.startswith(f"{self._module}."))
+        return bool(held) and not isinstance(entry.value, (torch.Tensor, torch.device))
+
     def _keep(self, entry: Any, *, insists: bool) -> None:
         if not entry.has_value:
             return
-        expression, owner = entry.orig_guard.name, entry.name
+        # a module that the function holds is asked as if it were its `self`
+        expression = entry.orig_guard.name.replace(f"L['{self._module}']", "L['self']")
+        owner = f"self{entry.name.removeprefix(self._module)}" if self._is_of_module(entry) else entry.name
         for before, value, after in _asked(entry):
             asked = before + expression + after
             self.unsaved[asked] = Unsaved(before + owner + after, asked, value, insists, owner)

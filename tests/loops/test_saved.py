@@ -353,6 +353,74 @@ def test_a_variable_of_the_environment_that_traced_code_reads_is_compared(read, 
             graphex.load(path, Switched(read))
 
 
+class Nested(nn.Module):
+    def __init__(self, inner: nn.Module, *, scale: float = 2.0, shape: tuple[int, ...] = (4,)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), inner])
+        self.scale, self.shape, self.note = scale, shape, "as it was"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.reshape(-1, *self.shape) * self.scale
+
+
+def sequential(*inner: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), *inner)
+
+
+GELU = nn.GELU().eval()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (sequential(GELU), sequential(nn.ReLU()), "module '1' was a torch.nn.modules.activation.GELU; here it is a "),
+        (sequential(GELU), sequential(nn.GELU("tanh")), "`approximate` of module '1' was 'none'; here it is 'tanh'"),
+        (sequential(nn.Softmax(0)), sequential(nn.Softmax(1)), "`dim` of module '1' was 0; here it is 1"),
+        (sequential(nn.LeakyReLU(0.1)), sequential(nn.LeakyReLU(0.2)), "`negative_slope` of module '1' was 0.1"),
+        (sequential(GELU), sequential(GELU, GELU), "`len(self._modules)` was 2; here it is 3"),
+        (Nested(GELU), Nested(nn.SiLU()), "module 'layers.1' was a torch.nn.modules.activation.GELU; here it is a "),
+        (Nested(GELU), Nested(GELU, scale=3.0), "`self.scale` was 2.0; here it is 3.0"),
+        (Nested(GELU), Nested(GELU, shape=(2, 2)), "`self.shape` was (4); here it is (2, 2)"),
+    ],
+)
+@torch.no_grad()
+def test_another_module_or_attribute_is_refused_and_named(before, after, told, tmp_path):
+    x, path = torch.randn(2, 4), tmp_path / "model.graphex"
+    graphex.save(before, (x,), path)
+    torch.testing.assert_close(graphex.load(path, before).without_guards()(x), before(x))
+    with pytest.raises(graphex.InputError, match=re.escape(f"was saved where {told}")):
+        graphex.load(path, after)
+
+
+@torch.no_grad()
+def test_an_attribute_that_was_not_read_may_be_another(tmp_path):
+    x, model, other = torch.randn(2, 4), Nested(GELU), Nested(GELU)
+    graphex.save(model, (x,), tmp_path / "model.graphex")
+    other.note = "something else"
+    torch.testing.assert_close(graphex.load(tmp_path / "model.graphex", other)(x), other(x))
+
+
+@torch.no_grad()
+def test_a_call_names_the_attribute_that_was_changed_after_loading(tmp_path):
+    x, path = torch.randn(2, 4), tmp_path / "model.graphex"
+    graphex.save(sequential(nn.Dropout(0.5)).eval(), (x,), path)
+    model = sequential(nn.Dropout(0.5))
+    loaded = graphex.load(path, model)  # before `eval`
+    with pytest.raises(graphex.InputError, match=r"^this was saved where `training` of module '1' was False; here it"):
+        loaded(x)
+    model.eval()
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+@torch.no_grad()
+def test_a_module_that_is_declared_to_do_the_same_may_be_another_one(tmp_path):
+    x, other = torch.randn(2, 4), Nested(nn.GELU("tanh"))
+    graphex.save(Nested(nn.GELU()), (x,), tmp_path / "model.graphex", declared=["self.layers.1"])
+    assert graphex.load(tmp_path / "model.graphex", other).without_guards()(x).shape == (2, 4)
+
+
 @torch.no_grad()
 def test_a_module_of_a_subclass_is_refused_and_named(tmp_path):
     class Other(Rated):
@@ -438,9 +506,27 @@ def test_another_kind_of_device_is_refused(saved):
 
 
 def test_training_is_not_saved(tmp_path):
-    with pytest.raises(graphex.GraphexError, match="cannot be saved"):
+    with pytest.raises(graphex.GraphexError, match=r"gradients are enabled; call save under torch\.no_grad\(\)"):
         graphex.save(Step(), (torch.randn(4, 8), torch.zeros(4, 8)), tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_compiling(tmp_path):
+    for path, told in ((tmp_path / "none" / "file", "is no directory. Make it first"), (tmp_path, "is a directory")):
+        with pytest.raises(graphex.InputError, match=told):
+            graphex.save(3, (), path)
+
+
+class Talking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("forward")
+        return x + 1
+
+
+def test_a_line_that_dynamo_cannot_trace_is_named(tmp_path):
+    told = r"builtin operator .*\(test_saved\.py:\d+: print\(\"forward\"\)\)\. .* `print`"
+    with pytest.raises(graphex.InputError, match=told):
+        graphex.save(Talking(), (torch.ones(2),), tmp_path / "file")
 
 
 def test_a_result_that_is_a_view_of_an_input_is_not_saved(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
 
 import graphex
@@ -61,6 +61,65 @@ def test_what_is_no_step_is_refused_with_a_sentence():
     for ema in ("a", 1.0):
         with pytest.raises(graphex.InputError, match="ema is the decay of an average"):
             graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()), ema=ema)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"clip_norm": -1.0}, r"clip_norm is the largest norm, above 0; got -1\.0\."),
+        ({"clip_norm": 0}, r"clip_norm is the largest norm, above 0; got 0\."),
+        ({"clip_norm": "1"}, r"clip_norm is the largest norm, above 0; got '1'\."),
+        ({"clip_value": -1}, r"clip_value is the largest absolute value of a gradient, above 0; got -1\."),
+        ({"scaler": 2}, r"scaler is a torch\.amp\.GradScaler; got 2\."),
+        ({"scheduler": 3}, r"scheduler is a scheduler of torch\.optim\.lr_scheduler; got 3\."),
+        ({"scheduler": ReduceLROnPlateau}, "ReduceLROnPlateau steps with arguments, such as a metric"),
+        ({"optimizer": torch.optim.SGD([torch.ones(2)])}, "the optimizer holds none of the model's parameters"),
+        ({"clipnorm": 1.0}, r"unexpected keyword argument 'clipnorm' \(did you mean 'clip_norm'\?\)"),
+        ({"model": None}, "train_step needs the module of these parts"),
+    ],
+)
+def test_a_wrong_part_is_refused_before_the_first_step(wrong, told):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    made = {name: value(optimizer) if isinstance(value, type) else value for name, value in wrong.items()}
+    with pytest.raises(graphex.InputError, match=told):
+        graphex.train_step(**{"model": model, "loss_fn": functional.mse_loss, "optimizer": optimizer, **made})
+
+
+def test_an_optimizer_may_hold_some_of_the_parameters_or_those_of_the_loss():
+    model, head = nn.Linear(2, 2), nn.BCELoss(weight=torch.ones(2))
+    graphex.train_step(model, functional.mse_loss, torch.optim.SGD([model.bias]))
+    head.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    graphex.train_step(model, head, torch.optim.SGD([head.scale]))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+def test_records_and_errors_name_the_users_line_where_only_torchs_modules_are_called():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters())
+    made = graphex.train_step(model, nn.MSELoss(), optimizer)  # made here
+
+    @graphex.train_step
+    def written(x, y):
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for step, line in ((made, "# made here"), (written, "# called here")):
+        step(torch.ones(3, 2), torch.ones(3, 2))  # called here
+        lines = {each.line for each in step.journal.rewrites}
+        assert lines
+        assert all(each.startswith("test_train_step.py:") and each.endswith(line) for each in lines)
+        with pytest.raises(RuntimeError, match=r'from user code:\s+File ".*test_train_step\.py"'):
+            step(torch.ones(3, 5), torch.ones(3, 2))
+
+
+def test_a_step_shows_what_it_is():
+    model = nn.Linear(2, 2)
+    step = graphex.train_step(model, functional.mse_loss, torch.optim.SGD(model.parameters()))
+    assert repr(step) == str(step) == "<training step of Linear, captured graphs: 0>"
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
