@@ -298,7 +298,7 @@ def test_an_angle_that_is_overwritten_before_the_write() -> None:
         keys.index_copy_(2, at, k)
         return keys.sum() + cos.sum()
 
-    assert "in between" in refused(model, *key())
+    assert "is written between" in refused(model, *key())
 
 
 def test_key_and_value_in_one_memory() -> None:
