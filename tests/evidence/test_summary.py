@@ -187,7 +187,7 @@ def test_a_summary_says_what_regions_cost_what_to_expect_and_how_to_do_without(r
         ),
         (
             {"seconds_compiled": 1.71, "seconds_single": 1.7, "doubtful": True},
-            "1.7 s op by op: 0.99 times as fast. Compiled code is kept, because that is no clear result. The machine was busy",
+            "0.99 times as fast. Compiled code is kept, because that is no clear result. The machine was busy",
         ),
     ],
     ids=["faster", "short", "slower", "nearly as fast", "as fast", "doubtful"],

@@ -267,11 +267,8 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         is_grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"])
         is_lost = is_grown and not any(each.get("inlined") for each in _regions_in_use(graphs))
         lost = ", and it keeps the ops out of compiled code" if is_lost else ""
-        yield _sentence(
-            "plain",
-            f"What is fused here is a preview, and no faster on the CPU{lost}: "
-            "leave lift_idioms at 'auto' to run here.",
-        )
+        said = f"What is fused here is a preview, and no faster on the CPU{lost}"
+        yield _sentence("plain", f"{said}: leave lift_idioms at 'auto' to run here.")
     elif not made:
         yield _sentence(
             "plain",
@@ -382,11 +379,8 @@ def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if refused:
         moved = _bytes_a_call(graphs, lambda graph: sum(each["bytes_moved"] for each in _writes(graph["refusals"])))
         worst = max(refused, key=lambda each: each["bytes_moved"])
-        yield _sentence(
-            "bad",
-            f"{len(refused)} of {count_of(total, 'input update')} still copied, {moved} a call, because "
-            f"{worst['reason']}.",
-        )
+        count = f"{len(refused)} of {count_of(total, 'input update')} still copied"
+        yield _sentence("bad", f"{count}, {moved} a call, because {worst['reason']}.")
     elif made:
         saved = _bytes_a_call(graphs, lambda graph: sum(map(_bytes_saved, _writes(graph["rewrites"]))))
         all_ = "The input update is" if total == 1 else f"All {total} input updates are"
@@ -465,9 +459,7 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
-    """The regions that Inductor compiled, their cost and gain, and the ops that stay outside. `is_timed`: whole calls
-    are told about too.
-    """
+    """Compiled regions, their cost and gain, and the ops outside. `is_timed`: whole calls are told about too."""
     tried = _records(graphs, _REGION)
     used = _regions_in_use(graphs)
     seconds = sum(each["seconds"] for each in tried)
@@ -483,15 +475,12 @@ def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Senten
             f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
         )
     if slower := len(tried) - len(used):
-        what = "1 compiled region was" if slower == 1 else f"{slower} compiled regions were"
-        yield _sentence(
-            "plain",
-            f"{what} slower than single ops, which run instead.{_busy(each for each in tried if not each['region'])}",
-        )
+        what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
+        busy = _busy(each for each in tried if not each["region"])
+        yield _sentence("plain", f"{what}, which run instead.{busy}")
     if tried:
-        yield _sentence(
-            "plain", f"Compiling regions took {seconds:.1f} s; regions=False or GRAPHEX_REGIONS=off does without."
-        )
+        took = f"Compiling regions took {seconds:.1f} s"
+        yield _sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
         outside.setdefault(each["reason"], []).append(each)
