@@ -166,10 +166,10 @@ def _why_no_room(model: Any, cache: Any, positions: int) -> str:
 def _counts_by_mask(model: Any) -> bool:
     """Whether a model that gets no mask makes one, as long as the cache says on the host: OPT and its like."""
     forwards = {getattr(each.forward, "__func__", each.forward) for each in model.modules()}  # one for all of a class
-    return any("past_key_values_length" in _parameters(each) for each in forwards)
+    return any("past_key_values_length" in _arguments_of(each) for each in forwards)
 
 
-def _parameters(function: Any) -> Collection[str]:
+def _arguments_of(function: Any) -> Collection[str]:
     try:
         return inspect.signature(function).parameters
     except ValueError:  # an object that is called in place of a method, and does not say with what
