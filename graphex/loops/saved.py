@@ -453,7 +453,9 @@ def _why_not(error: RuntimeError) -> str:
         return f"this was saved for other arguments. {one_line(error)}"
     guard = found[2].strip()
     if not guard.startswith(_MODES):
-        return f"this was saved for other arguments. {guard}."
+        other = "weights" if re.search(r"\._(parameters|buffers)\[", guard) else "arguments"
+        told = guard.partition(" Guard failed on ")[0].removesuffix(".")  # without settings of torch to change
+        return f"this was saved for other {other}. {told}."
     modes = " and ".join(_NAMES.get(name, name) for name in guard.removeprefix(_MODES).split())
     return f"this was saved in another mode of torch: {modes} differs. Call it in the mode that `save` was called in."
 

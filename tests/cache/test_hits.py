@@ -88,11 +88,11 @@ def test_a_region_that_was_slower_on_a_busy_machine_is_tried_again_after_an_hour
     assert asked(tried(False, later=30 * 86_400)) == ["hit"]
 
 
-def test_a_model_is_saved_on_a_busy_machine_too(run, folder, monkeypatch):
+def test_a_model_is_saved_on_a_busy_machine_too(run, tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
     outcome = Outcome(is_kept=False, compiled=0.2436, single=0.1, is_doubtful=True)
     monkeypatch.setattr("graphex.regions.stage.tried", lambda *_: outcome)
-    path = folder.parent / "wave.graphex"
+    path = tmp_path / "wave.graphex"
     journal = graphex.save(wave, (torch.ones(2),), path)
     assert [each.status for each in journal.regions] == ["slower"]
     assert graphex.load(path)(torch.ones(2)).tolist() == wave(torch.ones(2)).tolist()

@@ -66,6 +66,13 @@ def test_a_call_that_it_was_not_saved_for_is_an_error_that_names_the_input(saved
         loaded(torch.randn(5, 8), torch.zeros(5, 8))
 
 
+@torch.no_grad()
+def test_weights_that_it_was_not_saved_for_are_named(saved):
+    told = r"for other weights\. tensor .* dtype mismatch\. expected Float, actual Double\.$"
+    with pytest.raises(graphex.InputError, match=told):
+        graphex.load(saved, Step().double())(torch.randn(4, 8), torch.zeros(4, 8))
+
+
 @pytest.mark.parametrize(
     ("gradients", "autocast", "sentence"),
     [
