@@ -49,6 +49,7 @@ from graphex.regions.members import (
     rounds_quotients,
     type_of_numbers,
 )
+from graphex.torch_private.graphs import around_python_dispatcher
 from graphex.torch_private.inductor import (
     OutputCode,
     inductor_compile,
@@ -422,6 +423,7 @@ def layout_key(value: Any) -> Hashable:
 COMPILED, SINGLE, USUAL = "compiled", "single kernels", "compiled as usual"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
+SHORT, IN_A_ROW = 0.001, 5  # seconds of a call that is made so often in a row: it is slower behind other code
 LONGEST, PATIENT = 1.0, 10.0  # seconds, after which no round is begun, and if code seems to be slower
 CLOSE = 1.2  # times that differ by less may be the other way round in the next round
 SMALLEST, WIDE = 1.02, 2.0  # how much faster single kernels have to be, and in a doubtful measurement
@@ -450,7 +452,7 @@ def tried(body: GraphModule, code: RegionCode, key: Hashable, device: torch.devi
     """The outcome of a trial, or of an earlier one of a region that is alike on this kind of device."""
     if not may_try(body):
         return Outcome()
-    with torch.no_grad():
+    with torch.no_grad(), around_python_dispatcher():
         if device.type == "cpu":
             return _on_cpu(body, code)
         return _on_gpu(body, code, key, device)
@@ -475,7 +477,7 @@ def faster(body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashabl
     """The faster of two codes for a region. The tuned one must win the measurement; where nothing can be measured it is
     taken.
     """
-    with torch.no_grad():
+    with torch.no_grad(), around_python_dispatcher():
         compare = _compared_on_cpu if device.type == "cpu" else _compared_on_gpu
         untuned, seconds = compare(body, usual, tuned, key, device)
     chosen = tuned if seconds * SMALLEST <= untuned else usual
@@ -554,7 +556,7 @@ class Timed:
 
 
 def _time(compiled: Timed, single: Timed) -> bool:
-    """Call both in rounds, and say whether what is measured is doubtful.
+    """Call both in rounds, short ones a few times in a row, and say whether what is measured is doubtful.
 
     Rounds go on for as long as the calls are close or doubtful. A few are made in any case before code is found slower:
     threads that wait for a core make a call take a hundred times as long, and the next one may be as it should.
@@ -562,9 +564,12 @@ def _time(compiled: Timed, single: Timed) -> bool:
     for each in (compiled, single):
         each.run()  # warms up
     began, held = time.perf_counter(), time.thread_time()
+    times = 1
     for number in range(1, MOST_ROUNDS + 1):
-        compiled.call()
-        single.call()
+        for each in (compiled, single):
+            for _ in range(times):
+                each.call()
+        times = IN_A_ROW if max(compiled.seconds[-1], single.seconds[-1]) < SHORT else 1
         passed, shortest = time.perf_counter() - began, [min(compiled.seconds), min(single.seconds)]
         is_doubtful = (
             time.thread_time() - held < HELD * passed

@@ -206,6 +206,20 @@ BelowAutograd: Any = private(
 )
 
 
+_IN_TRIALS = "single ops take longer in the trials of regions than in programs"
+_Excluding: Any = private("torch._C._ExcludeDispatchKeyGuard", None, lost=_IN_TRIALS)
+_KeySet: Any = private("torch._C.DispatchKeySet", None, lost=_IN_TRIALS)
+_python_dispatcher: Any = private("torch._C.DispatchKey.PythonDispatcher", None, lost=_IN_TRIALS)
+
+
+def around_python_dispatcher() -> AbstractContextManager[None]:
+    """Call ops as a program does. While AOTAutograd compiles, the Python dispatcher is on: 2 us for each op."""
+    if None in (_Excluding, _KeySet, _python_dispatcher):
+        return nullcontext()
+    guard: AbstractContextManager[None] = _Excluding(_KeySet(_python_dispatcher))
+    return guard
+
+
 # -- mutable ops -------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf, nan
@@ -24,6 +25,7 @@ from graphex import env
 from graphex.regions import compiler, stage
 from graphex.regions.compiler import tried
 from tests.harness import host_ops
+from tests.harness.compiling import uncompiled_region
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -1068,6 +1070,28 @@ def test_a_slower_region_is_not_used(monkeypatch):
     slower_by = 2.0 if region.doubtful else 1.02
     takes_longer = region.seconds_compiled > region.seconds_single * slower_by
     assert (region.status == "slower") == takes_longer or (region.doubtful and takes_longer)
+
+
+def test_a_trial_calls_ops_as_a_program_does(monkeypatch):
+    """While AOTAutograd compiles, each op goes through the Python dispatcher, which takes longer than a small op."""
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    key, through_python = torch._C.DispatchKey.PythonDispatcher, []
+
+    def watched(body, patches):
+        code = uncompiled_region(body, patches)
+
+        def run(args):
+            is_on = torch._C._dispatch_tls_is_dispatch_key_included(key)
+            through_python.append(is_on and not torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+            return code.run(args)
+
+        return replace(code, run=run)
+
+    monkeypatch.setattr("graphex.regions.stage.compile_region", watched)
+    run, x = compiled(chain), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    assert regions(run)[0].seconds_single > 0
+    assert not any(through_python)
 
 
 class Clock:
