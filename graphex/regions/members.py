@@ -116,6 +116,8 @@ _MOVE_NUMBERS = frozenset(  # to their result, and do not compute with them
     {aten.where, aten.masked_fill, aten.maximum, aten.minimum, aten.clamp, aten.clamp_min, aten.clamp_max}
 )
 _ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
+# New tensors of one number; None: it is the second argument.
+_FILLED = {aten.zeros: 0, aten.zeros_like: 0, aten.ones: 1, aten.ones_like: 1, aten.full: None, aten.full_like: None}
 
 
 def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
@@ -524,15 +526,31 @@ def _is_cast(node: Node) -> bool:
 
 
 def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
-    """Whether a node of 8 bits is no cast, or one of values that are clamped first, and then perhaps rounded."""
+    """Whether a node of 8 bits is no cast, or one of values that are in its range by how they are made.
+
+    These are clamped, or one number, and then perhaps rounded or looked at by views.
+    """
     value = next(iter(node.all_input_nodes), None)
-    while value is not None and (op := operator_of(value)) is not None and op.overloadpacket in _ROUND:
+    while value is not None and (op := operator_of(value)) is not None and _keeps_range(op):
         value = next(iter(value.all_input_nodes), None)
     given = None if value is None else value.meta.get("val")
     if value is None or not isinstance(given, Tensor) or given.dtype.itemsize == 1:
         return True
-    bounds = value.args[1:3] if value.target is aten.clamp.default else ()
+    bounds = value.args[1:3] if value.target is aten.clamp.default else _filled_with(value)
     return len(bounds) == 2 and all(isinstance(each, (int, float)) and ends.min <= each <= ends.max for each in bounds)
+
+
+def _keeps_range(op: torch._ops.OpOverload) -> bool:
+    return op.overloadpacket in _ROUND or op in _SAME_ELEMENTS or op in _PARTS
+
+
+def _filled_with(node: Node) -> tuple[Any, ...]:
+    """The number that all elements of a new tensor are, as the least and the greatest of them; empty for other nodes."""
+    op = operator_of(node)
+    if op is None or op.overloadpacket not in _FILLED:
+        return ()
+    number = _FILLED[op.overloadpacket]
+    return (node.args[1] if number is None else number,) * 2
 
 
 def _is_on(node: Node, device: torch.device) -> bool:

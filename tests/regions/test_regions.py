@@ -1380,6 +1380,18 @@ def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
     assert regions(run)
 
 
+def test_numbers_in_the_range_of_a_byte_are_cast_in_regions():
+    def program(x):
+        zero_point = torch.full_like(x, -3).to(torch.int8)  # as torchao quantises activations
+        codes = (x.round() + zero_point).clamp(-128, 127).view(-1).to(torch.int8)
+        return codes, torch.zeros_like(x).to(torch.uint8) + codes.view(x.shape)
+
+    run, x = compiled(program), torch.tensor([[127.0, 128.0, -1.0, 255.0], [1e4, -129.0, 0.5, 3e38]] * 5)
+    torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
+    assert len(regions(run)) == 1
+    assert not borders(run)
+
+
 def test_gelu_of_what_is_infinite_is_its_limit():
     """Eager's is nan, but inf for a single element: no region could give both."""
     run, x = compiled(lambda x: nn.functional.gelu(x * 2) + 1), torch.tensor([inf, 1e4, 0.5, 0.0, -1e-8, -1e4])
