@@ -545,7 +545,7 @@ def _keeps_range(op: torch._ops.OpOverload) -> bool:
 
 
 def _filled_with(node: Node) -> tuple[Any, ...]:
-    """The number that all elements of a new tensor are, as the least and the greatest of them; empty for other nodes."""
+    """The number that fills a new tensor, as the least and the greatest of its elements; empty for other nodes."""
     op = operator_of(node)
     if op is None or op.overloadpacket not in _FILLED:
         return ()
