@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from ctypes import c_float
@@ -120,12 +122,18 @@ def why_no_kernels(device: torch.device) -> str:
     if device.type == "cuda":
         return "" if has_triton() else "Triton is not installed"
     if device.type == "cpu":
-        return "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+        return "" if has_cpp_compiler() else f"there is no C++ compiler '{_cpp_compiler()}': install it, or set CXX"
     return f"Inductor has no compiler for the device '{device.type}'"
 
 
 def has_cpp_compiler() -> bool:
-    return any(which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "clang", "gcc") if name)
+    """Whether the compiler that Inductor calls is there, or Inductor is told to install one."""
+    command = shlex.split(_cpp_compiler())
+    return bool(command and which(command[0])) or bool(os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"))
+
+
+def _cpp_compiler() -> str:
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def settings(config: CompilerConfig) -> dict[str, Any]:
