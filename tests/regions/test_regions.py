@@ -119,6 +119,27 @@ def test_equal_layers_are_compiled_once():
     assert statuses.count("compiled") <= 3
 
 
+def test_steps_that_read_one_input_at_places_of_their_own_are_compiled_once(uncompiled):
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(8, 8)
+
+    def unrolled(x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.size(0), 8)
+        for step in range(x.size(1)):
+            h, c = cell(x[:, step], (h, c))
+        return h
+
+    x = torch.randn(4, 12, 8)
+    run = compiled(unrolled)
+    wanted = torch.autograd.grad(unrolled(x).square().sum(), list(cell.parameters()))
+    found = torch.autograd.grad(run(x).square().sum(), list(cell.parameters()))
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+    statuses = [region.status for region in regions(run)]
+    assert statuses.count("reused") >= 6
+    assert statuses.count("compiled") <= 5
+
+
 def test_layers_may_share_the_parts_of_a_tuple(monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")  # a trial makes up what a region takes
 
