@@ -125,7 +125,7 @@ class Search:
                 self._note("uncacheable", self.reason)
         except OSError as error:
             self._note("miss", self.reason)
-            self._warn(one_line(error))
+            self._warn(f"{error}. Set GRAPHEX_CACHE_DIR to a folder that you can write to, or GRAPHEX_CACHE=off")
         else:
             self.entry = name_of(self.key)
             self._note("miss", self.reason, time.perf_counter() - started, size)

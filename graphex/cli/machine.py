@@ -143,6 +143,18 @@ def _compiler() -> Finding:
     return Finding("C compiler", "ok", found)
 
 
+def _cpp_compiler() -> Finding:
+    """The compiler of regions on a CPU."""
+    import torch
+
+    from graphex.regions.compiler import why_no_kernels
+
+    if reason := why_no_kernels(torch.device("cpu")):
+        found, _, advice = reason.partition(": ")
+        return Finding("C++ compiler", "missing", found, f"{advice}; until then a CPU runs models op by op, as eager")
+    return Finding("C++ compiler", "ok", "what Inductor calls is there")
+
+
 def _replay_check() -> Finding:
     """Compile the check that decides in every call on a GPU whether it is a replay."""
     from graphex.errors import one_line
@@ -195,6 +207,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _cuda,
     _triton,
     _compiler,
+    _cpp_compiler,
     _replay_check,
     _npu,
     _compilation,

@@ -59,6 +59,7 @@ def _defined_at(frame: CompiledFrame) -> str:
 
 
 _BRANCH = "generic_jump"  # torch's title of an `if`, a `while` or an `assert` on a tensor
+_FORBIDDEN = " Reason: "  # what torch says in front of why it leaves a call alone
 _QUOTED = re.compile(r"(?<!e\.g\. )`([^`]+)`")
 
 
@@ -105,6 +106,10 @@ def broke(function: str, found: Break, graph: str = "") -> GraphBroke:
     if title.startswith(_BRANCH):
         cause = explained = "the branch needs the value of a tensor"
         hint = "use `torch.where` or `torch.cond`"
+    _, is_told, why = explained.partition(_FORBIDDEN)
+    if is_told:  # the call is one that Dynamo leaves alone, such as that of an LSTM; the reason may end in advice
+        explained, _, advice = why.partition(". Set ")
+        cause, hint = explained, hint or (advice and f"Set {advice}")
     nowhere = FrameSummary("", 0, "")
     inner = (nowhere, *found.stack)[-1]
     last = next(filter(is_users, reversed(found.stack)), inner)

@@ -75,6 +75,8 @@ class FoldProjections(IdiomPass):
         if not work.allows(LINEARS):
             return
         linears = [found for found in map(linear_at, work.graph.nodes) if found is not None]
+        if not linears:
+            return
         mode = fake_mode_of(work.gm)
         work.remark = _why_none(work, linears)
         if work.remark or mode is None:
@@ -95,9 +97,9 @@ def _count(work: Work, rule: str, matches: int, candidates: int) -> None:
 
 def _why_none(work: Work, linears: list[Linear]) -> str:
     """Why no layer of the graph is taken; empty if there is no such reason."""
-    if work.phase != "inference":
-        return "it is for inference only"
-    return "" if any(pays(work, LINEARS, linear.node) for linear in linears) else NO_KERNELS
+    if not any(pays(work, LINEARS, linear.node) for linear in linears):
+        return NO_KERNELS
+    return "" if work.phase == "inference" else "it is for inference only"
 
 
 def _why_too_little(graph: Graph, linears: list[Linear]) -> str:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from ctypes import c_float
@@ -65,6 +67,12 @@ MM = torch.ops.aten.mm.default
 
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
+BYTES_ALIGNED = 16  # Inductor's code may rely on it, and copies an input that is not
+_NAME_PLACES = (  # ops that name a place in the memory of their argument, wherever that begins itself
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+)
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 MANY_ROWS = 128  # products of fewer are bound by reading the weight, and Inductor leaves them as they are
 LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second product
@@ -120,12 +128,18 @@ def why_no_kernels(device: torch.device) -> str:
     if device.type == "cuda":
         return "" if has_triton() else "Triton is not installed"
     if device.type == "cpu":
-        return "" if has_cpp_compiler() else "no C++ compiler was found (g++, clang++, or what CXX names)"
+        return "" if has_cpp_compiler() else f"there is no C++ compiler '{_cpp_compiler()}': install it, or set CXX"
     return f"Inductor has no compiler for the device '{device.type}'"
 
 
 def has_cpp_compiler() -> bool:
-    return any(which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "clang", "gcc") if name)
+    """Whether the compiler that Inductor calls is there, or Inductor is told to install one."""
+    command = shlex.split(_cpp_compiler())
+    return bool(command and which(command[0])) or bool(os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"))
+
+
+def _cpp_compiler() -> str:
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def settings(config: CompilerConfig) -> dict[str, Any]:
@@ -404,7 +418,19 @@ def _row(body: GraphModule, node: Node, number: dict[Node, int]) -> Hashable:
         return _rows(body.get_submodule(str(node.target)))  # type: ignore[arg-type]
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
-    return node.op, target, repr(args), layout_key(node.meta.get("val"))
+    value = node.meta.get("val")
+    return node.op, target, repr(args), _given_key(body, value) if node.op == "placeholder" else layout_key(value)
+
+
+def _given_key(body: GraphModule, value: Any) -> Hashable:
+    """The layout of an input. Code begins where the input does, wherever that is in its memory: `x[:, 0]` and `x[:, 1]`
+    are alike if they are aligned alike, unless an op names a place in the memory itself.
+    """
+    if not isinstance(value, Tensor) or not isinstance(value.storage_offset(), int):
+        return layout_key(value)
+    if any(body.graph.find_nodes(op="call_function", target=op) for op in _NAME_PLACES):
+        return layout_key(value)
+    return *_sizes_key(value), value.storage_offset() * value.element_size() % BYTES_ALIGNED
 
 
 def layout_key(value: Any) -> Hashable:
@@ -412,9 +438,12 @@ def layout_key(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(layout_key, value))
     if isinstance(value, Tensor):
-        sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.storage_offset())
-        return sizes, str(value.dtype), str(value.device)
+        return *_sizes_key(value), str(value.storage_offset())
     return str(value)
+
+
+def _sizes_key(value: Tensor) -> tuple[Hashable, ...]:
+    return tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.dtype), str(value.device)
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
     kernels = sum(map(is_kernel, gm.graph.nodes))
     if generated >= min(ENOUGH, -(-kernels // SHARE)) or any(map(is_formula, gm.graph.nodes)):
         return ""
-    return f"too few ops to gain anything: Inductor would write code for {generated} of {kernels}"
+    return "too few ops to gain anything by compiling them"
 
 
 def _is_worth_it(nodes: list[Node]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
@@ -206,6 +206,33 @@ class Lookup:
     least: int
     most: int
 
+    def holds(self, indices: Tensor) -> bool:
+        for op, others in self.views:
+            indices = op(indices, *others)
+        if not indices.numel():
+            return True
+        first, last = torch.aminmax(indices)
+        return first.item() >= self.least and last.item() <= self.most
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The lookups by single rows or columns of one input with two dimensions, which one pass over it checks.
+
+    `ranges` has the place along `dim`, the least and the most of each. A table with many categorical columns, each for
+    an embedding of its own, has one lookup for each of them.
+    """
+
+    given: Node
+    dim: int
+    ranges: tuple[tuple[int, int, int], ...]
+
+    def holds(self, indices: Tensor) -> bool:
+        if not indices.numel():
+            return True
+        first, last = (each.tolist() for each in torch.aminmax(indices, dim=1 - self.dim))
+        return all(first[place] >= least and last[place] <= most for place, least, most in self.ranges)
+
 
 def lookups_of(node: Node) -> list[Lookup] | None:
     """The index checks that a region makes before it runs, for a node that reads by indices.
@@ -264,17 +291,32 @@ def _hashable(args: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(_hashable(each) if isinstance(each, (list, tuple)) else each for each in args)
 
 
-def are_in_range(lookups: Sequence[Lookup], given: Mapping[Node, Any]) -> bool:
+def checks_of(lookups: Iterable[Lookup]) -> list[Lookup | Columns]:
+    """The checks that a call makes: lookups by columns of one input together, if they read most of it."""
+    columns: dict[tuple[Node, int], list[Lookup]] = defaultdict(list)
+    checks: list[Lookup | Columns] = []
+    for lookup in dict.fromkeys(lookups):
+        dim = _column_of(lookup)
+        columns[lookup.given, dim].append(lookup) if dim is not None else checks.append(lookup)
+    for (given, dim), found in columns.items():
+        ranges = [(lookup.views[0][1][1], lookup.least, lookup.most) for lookup in found]
+        is_most = 2 * len({place for place, _, _ in ranges}) >= given.meta["val"].shape[dim]
+        checks += [Columns(given, dim, tuple(ranges))] if is_most else found
+    return checks
+
+
+def _column_of(lookup: Lookup) -> int | None:
+    """The dimension along which a lookup reads one row or column of an input with two dimensions; None for others."""
+    shape = lookup.given.meta["val"].shape
+    if len(shape) != 2 or len(lookup.views) != 1 or lookup.views[0][0] is not aten.select.int:
+        return None
+    dim = int(lookup.views[0][1][0]) % 2
+    return dim if isinstance(shape[dim], int) else None
+
+
+def are_in_range(checks: Iterable[Lookup | Columns], given: Mapping[Node, Any]) -> bool:
     """Whether all indices of a call are in their ranges."""
-    for lookup in lookups:
-        indices = given[lookup.given]
-        for op, others in lookup.views:
-            indices = op(indices, *others)
-        if indices.numel():
-            first, last = torch.aminmax(indices)
-            if first.item() < lookup.least or last.item() > lookup.most:
-                return False
-    return True
+    return all(check.holds(given[check.given]) for check in checks)
 
 
 def _why_not_here(node: Node, device: torch.device) -> str:

@@ -31,7 +31,7 @@ from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
-from graphex.regions.members import Lookup, are_in_range, lookups_of
+from graphex.regions.members import Columns, Lookup, are_in_range, checks_of, lookups_of
 from graphex.torch_private.memory import extent, storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
@@ -261,10 +261,10 @@ def region_called(gm: GraphModule, node: Node) -> Region | None:
     return found if isinstance(found, Region) else None
 
 
-def _lookups(body: GraphModule) -> list[Lookup]:
+def _lookups(body: GraphModule) -> list[Lookup | Columns]:
     """The indices that are looked at before a call."""
     read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
-    return list(dict.fromkeys(lookup for lookups in read for lookup in lookups))
+    return checks_of(lookup for lookups in read for lookup in lookups)
 
 
 def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: Sequence[Any]) -> str:

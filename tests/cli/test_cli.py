@@ -394,6 +394,16 @@ def test_doctor_says_how_a_replay_is_checked(monkeypatch: pytest.MonkeyPatch, tm
     assert guards.fits is None
 
 
+def test_doctor_says_that_a_cpu_compiles_nothing_without_the_compiler_that_inductor_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "CHECKS", machine.CHECKS[:8])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (found,) = (finding for finding in read("doctor") if finding["name"] == "C++ compiler")
+    assert (found["status"], found["found"]) == ("missing", "there is no C++ compiler 'no-such-compiler'")
+    assert found["advice"].startswith("install it, or set CXX")
+
+
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_doctor_compiles_the_check_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(guards, "fits", None)

@@ -109,10 +109,19 @@ def test_the_summary_and_the_printed_report_name_every_break():
     report = graphex.explain(item, (torch.ones(3),))
     line = report.journal.breaks[0].line.partition(": ")[0]
     (said,) = [each for each in report.summary().splitlines() if each.startswith("Graph break")]
-    assert said.startswith(f"Graph break at {line} (`Tensor.item()`): scale = x.sum().item() To avoid it: ")
+    assert said.startswith(f"Graph break at {line} (`Tensor.item()`): scale = x.sum().item(). To avoid it: ")
     assert "capture_scalar_outputs" in said
     assert "2 graphs, because of 1 graph break." in report.summary().splitlines()
     assert "`Tensor.item()`" in str(report)
+
+
+def test_a_layer_that_dynamo_leaves_alone_is_said_with_what_would_help():
+    layers = torch.nn.Sequential(torch.nn.GRU(4, 4))
+    report = graphex.explain(lambda x: layers[0](x.sin())[0].cos(), (torch.ones(3, 2, 4),))
+    (found,) = {(each.cause, each.reason, each.edit.partition("=")[0]) for each in report.journal.breaks}
+    assert "RNN, GRU, or LSTM" in found[0]
+    assert found[1:] == ("Dynamo does not support RNN, GRU, or LSTM", "Set torch._dynamo.config.allow_rnn")
+    assert "To avoid it: Set torch._dynamo.config.allow_rnn=True" in report.summary()
 
 
 def test_a_function_that_dynamo_gives_up_on_is_named_with_the_line():

@@ -119,6 +119,27 @@ def test_equal_layers_are_compiled_once():
     assert statuses.count("compiled") <= 3
 
 
+def test_steps_that_read_one_input_at_places_of_their_own_are_compiled_once(uncompiled):
+    torch.manual_seed(0)
+    cell = nn.LSTMCell(8, 8)
+
+    def unrolled(x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.size(0), 8)
+        for step in range(x.size(1)):
+            h, c = cell(x[:, step], (h, c))
+        return h
+
+    x = torch.randn(4, 12, 8)
+    run = compiled(unrolled)
+    wanted = torch.autograd.grad(unrolled(x).square().sum(), list(cell.parameters()))
+    found = torch.autograd.grad(run(x).square().sum(), list(cell.parameters()))
+    for mine, theirs in zip(found, wanted, strict=True):
+        close(mine, theirs)
+    statuses = [region.status for region in regions(run)]
+    assert statuses.count("reused") >= 6
+    assert statuses.count("compiled") <= 5
+
+
 def test_layers_may_share_the_parts_of_a_tuple(monkeypatch):
     monkeypatch.setenv("GRAPHEX_TUNING", "on")  # a trial makes up what a region takes
 
@@ -413,6 +434,26 @@ def test_indices_have_to_be_given_or_in_range_by_how_they_are_made(uncompiled, m
     run = compiled(read)
     close(run(x, i), read(x, i))
     assert (not borders(run)) == is_inside
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_columns_of_indices_are_checked_against_tables_of_their_own(uncompiled, dim):
+    def read(small, large, x):
+        return torch.sin(small[x.select(dim, 0)] + large[x.select(dim, 2)]) * 2
+
+    small, large = torch.randn(3, 4), torch.randn(9, 4)
+    x = torch.tensor([[2, 50, 8], [0, 60, 3], [-3, 70, -9]])
+    x = x if dim else x.t()
+    run = compiled(read)
+    close(run(small, large, x), read(small, large, x))
+    assert not borders(run)
+    for place, index in ((0, 3), (0, -4), (2, 9), (2, -10)):
+        wrong = x.clone()
+        wrong.select(dim, place)[1] = index
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds"):
+            run(small, large, wrong)
+    close(run(small, large, x[:, :0] if dim == 0 else x[:0]), read(small, large, x[:, :0] if dim == 0 else x[:0]))
+    close(run(small, large, x), read(small, large, x))
 
 
 def test_a_number_behind_a_mask_is_written_inside_of_a_region(uncompiled):
@@ -1046,13 +1087,18 @@ def test_a_region_reads_by_positions_that_are_counted(shift: int, is_inside: boo
     assert any("out of range" in each.reason for each in borders) != is_inside
 
 
-def test_without_a_compiler_code_is_straight_line(monkeypatch):
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.parametrize("cxx", [None, "no-such-compiler -O1"])
+def test_without_a_compiler_code_is_straight_line_and_a_warning_says_what_to_install(monkeypatch, tmp_path, cxx):
+    (tmp_path / "gcc").symlink_to(sys.executable)  # compiles C, and Inductor does not call it
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    if cxx is not None:
+        monkeypatch.setenv("CXX", cxx)
     run, x = compiled(chain), torch.randn(4, 8)
-    assert torch.equal(run(x), chain(x))
+    with pytest.warns(graphex.GraphexWarning, match="there is no C\\+\\+ compiler '.*': install it, or set CXX"):
+        assert torch.equal(run(x), chain(x))
     (record,) = graphex.journal(run).fallbacks
-    assert "no C++ compiler" in record.reason
+    assert f"'{cxx or ('clang++' if sys.platform == 'darwin' else 'g++')}'" in record.reason
 
 
 def test_a_slower_region_is_not_used(monkeypatch):

@@ -31,7 +31,7 @@ _REGION = "region"  # the rule that puts compiled regions in place, and the kind
 _QUOTED = re.compile(r"'\w+'")  # the name of a node in a reason
 _MOST = 5  # sentences about one thing
 _BUSY = " The machine was busy meanwhile: a quiet one may find otherwise."
-_KEPT = " Compiled code is kept, because that is no clear result."
+_UNKNOWN = "the machine was too busy to tell whether that is faster."
 _SHORT = 1e-4  # seconds: torch's guards and wrappers are a large part of such a call
 _CLEAR = 2  # times the speed, which a busy machine finds by no accident
 
@@ -150,8 +150,12 @@ def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 
 def _broken(each: dict[str, Any]) -> Sentence:
     place, _, code = each["line"].partition(": ")
-    hint = f" To avoid it: {each['edit'].rstrip('.')}." if each["edit"] else ""
-    return _sentence("bad", f"Graph break at {place} ({each['cause']}){': ' if code else '.'}{code}{hint}")
+    code = f": {code.rstrip(':')}" if code else ""
+    return _sentence("bad", f"Graph break at {place} ({each['cause']}){code}.{_hint(each)}")
+
+
+def _hint(each: dict[str, Any]) -> str:
+    return f" To avoid it: {each['edit'].rstrip('.')}." if each["edit"] else ""
 
 
 def _recompiled(group: list[dict[str, Any]]) -> Sentence:
@@ -164,8 +168,8 @@ def _given_up(data: dict[str, Any]) -> Iterator[Sentence]:
     found = {(each["function"], each["line"]): each for each in data.get("breaks", ())}
     for each in found.values():
         place = each["line"].partition(": ")[0]
-        where = f" at {place}" if place else ""
-        yield _sentence("bad", f"'{each['function']}' runs in eager: graph break{where} ({each['cause']}).")
+        broke = f"graph break{f' at {place}' if place else ''} ({each['cause']}).{_hint(each)}"
+        yield _sentence("bad", f"'{each['function']}' runs in eager: {broke}")
 
 
 def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
@@ -366,9 +370,10 @@ def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         alike.setdefault((reason, tuple(found)), []).append(name)
     for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
-        text = f"{' and '.join(names)} changed nothing{within}: {reason}."
-        if reason == NO_KERNELS:
-            text = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(names)})."
+        if reason != NO_KERNELS:
+            yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
+    if idle := sorted(name for name, reason in said if reason == NO_KERNELS):
+        text = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(idle)})."
         yield _sentence("plain", text)
 
 
@@ -471,7 +476,7 @@ def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Senten
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
         gain = _gain(groups, "" if is_timed else _not_eager(graphs))
         yield _sentence(
-            "plain" if _KEPT in gain else "good",
+            "plain" if gain.endswith(_UNKNOWN) else "good",
             f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
         )
     if slower := len(tried) - len(used):
@@ -513,10 +518,11 @@ def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
     found = sorted(single / compiled for single, compiled in times)
     ratios = [*dict.fromkeys(map(_factor, found))]
     factor = "" if ratios == ["1"] else f": {' to '.join(ratios[:: max(len(ratios) - 1, 1)])} times as fast"
+    busy = _busy(measured) if found[0] < _CLEAR else ""
+    if busy and found[0] < 1:
+        return f"Compiled code is kept: {_UNKNOWN}"
     single, compiled = max(times)
     of = "" if len(times) == 1 else " in the longest graph"
-    busy = _busy(measured) if found[0] < _CLEAR else ""
-    busy = f"{_KEPT}{busy}" if busy and found[0] < 1 else busy
     they = "it takes" if len(used) == 1 else "they take"
     return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or eager}"
 
