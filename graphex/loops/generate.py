@@ -353,11 +353,13 @@ class Generation:
         """From the tokens after the prompt to what `model.generate` returns."""
         tokens, finished = self._reading.wait()
         self._put(tokens)
-        steps, first = 1, time.perf_counter()
-        loop = self._loop
+        steps, first, compiling = 1, time.perf_counter(), 0.0
+        loop, compiled = self._loop, len(self._session.journal.graphs)
         if loop is not None and not finished and not self._time_is_up():
             for tokens in loop:
                 steps += 1
+                if steps == 2 and len(self._session.journal.graphs) > compiled:
+                    compiling = time.perf_counter() - first
                 self._put(tokens)
                 if loop.finished:
                     break
@@ -370,7 +372,7 @@ class Generation:
             self._streamer.end()
         wanted, seconds = self._wanted, time.perf_counter() - first
         sizes = (wanted.batch, wanted.input_ids.shape[1], steps)
-        self._journal.add(Generated("generation", *sizes, first - started, seconds, is_captured))
+        self._journal.add(Generated("generation", *sizes, first - started, seconds, is_captured, compiling))
         return self._result(steps)
 
     def _first(self, logits: Tensor) -> Reading | Posted:
@@ -459,10 +461,11 @@ class GenerationReport:
 
     @property
     def token_seconds(self) -> float | None:
-        """The time of a token after the first one."""
-        if self.last is None or self.last.tokens < 2:
+        """The time of a token after the first one, without the one for which the step was compiled."""
+        if self.last is None:
             return None
-        return self.last.seconds / (self.last.tokens - 1)
+        others = self.last.tokens - (2 if self.last.compile_seconds else 1)
+        return (self.last.seconds - self.last.compile_seconds) / others if others > 0 else None
 
     @cached_property
     def device_seconds(self) -> float | None:
@@ -491,6 +494,8 @@ class GenerationReport:
     def _lines(self, last: Generated) -> list[str]:
         lines = [f"{last.tokens} tokens after {last.prompt}, batch {last.batch}"]
         lines.append(f"first token     {last.first_token_seconds * 1e3:.2f} ms")
+        if last.compile_seconds:
+            lines.append(f"second token    {last.compile_seconds:.2f} s, compiling included")
         if (token := self.token_seconds) is not None:
             lines.append(f"every other     {token * 1e3:.3f} ms, {last.batch / token:.0f} tokens/s")
         if token is not None and self.device_seconds is not None:
@@ -499,7 +504,9 @@ class GenerationReport:
         lines.append(f"floor           {self.floor_bytes / 1e9:.3f} GB of weights, keys and values")
         if token is not None and self.floor_seconds is not None:
             lines[-1] += f": {self.floor_seconds * 1e3:.3f} ms, a token takes {token / self.floor_seconds:.2f}x that"
-        lines.append("captured        " + ("one graph a token" if last.captured else "nothing"))
+        device = device_of({self._model.device})
+        why = "" if device.captures else f": the device '{device.name}' has no graphs"
+        lines.append("captured        " + ("one graph a token" if last.captured else f"nothing{why}"))
         lines += [f"{each.what}: {each.reason}" for each in dict.fromkeys(self.journal.fallbacks)]
         return lines
 
