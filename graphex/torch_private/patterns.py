@@ -12,13 +12,10 @@ from graphex.torch_private.inductor import import_matcher
 from graphex.torch_private.lookup import private
 
 __all__ = [
-    "Arg",
     "CallFunction",
-    "ExclusiveKeywordArg",
     "FailedMatch",
     "Ignored",
     "KeywordArg",
-    "ListOf",
     "Match",
     "MatchContext",
     "MultiOutputPattern",
@@ -30,13 +27,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from torch._inductor.pattern_matcher import (
-        Arg,
         CallFunction,
-        ExclusiveKeywordArg,
         FailedMatch,
         Ignored,
         KeywordArg,
-        ListOf,
         Match,
         MatchContext,
         MultiOutputPattern,
@@ -54,13 +48,10 @@ else:
         def __init__(self, *args, **kwargs):
             super().__init__()
 
-    Arg = private("torch._inductor.pattern_matcher.Arg", _Unmatched, lost=_NO_RULES)
     CallFunction = private("torch._inductor.pattern_matcher.CallFunction", _Unmatched, lost=_NO_RULES)
-    ExclusiveKeywordArg = private("torch._inductor.pattern_matcher.ExclusiveKeywordArg", _Unmatched, lost=_NO_RULES)
     FailedMatch = private("torch._inductor.pattern_matcher.FailedMatch", _Unmatched, lost=_NO_RULES)
     Ignored = private("torch._inductor.pattern_matcher.Ignored", _Unmatched, lost=_NO_RULES)
     KeywordArg = private("torch._inductor.pattern_matcher.KeywordArg", _Unmatched, lost=_NO_RULES)
-    ListOf = private("torch._inductor.pattern_matcher.ListOf", _Unmatched, lost=_NO_RULES)
     Match = private("torch._inductor.pattern_matcher.Match", _Unmatched, lost=_NO_RULES)
     MatchContext = private("torch._inductor.pattern_matcher.MatchContext", _Unmatched, lost=_NO_RULES)
     MultiOutputPattern = private("torch._inductor.pattern_matcher.MultiOutputPattern", _Unmatched, lost=_NO_RULES)
