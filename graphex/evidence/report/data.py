@@ -107,7 +107,9 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "compile_time": spent.stages(),
         "facts": facts,
         "graphs": graphs,
-        "titles": {each["rule"]: title_of(each["rule"]) for graph in graphs for each in _with_rules(graph)},
+        "titles": {
+            each["rule"]: title_of(each["rule"]) for graph in graphs for each in (*graph["rewrites"], *graph["rules"])
+        },
         "fallbacks": general,
         "breaks": breaks,
         "training": training,
@@ -117,10 +119,6 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     for each, because in zip(graphs, with_links([{"text": each["because"]} for each in graphs], data), strict=True):
         each["because"] = because
     return data
-
-
-def _with_rules(graph: Data) -> list[Data]:
-    return [*graph["rewrites"], *graph["rules"]]
 
 
 def _idle_rules(graphs: list[Data]) -> list[Data]:
@@ -460,7 +458,8 @@ class CompileTime:
     frames: dict[FrameTimes, None] = field(default_factory=dict)
 
     def add(self, graph: GraphCompiled, made: CompiledGraphFacts | None, journal: Journal) -> None:
-        self.ours["capture"] += sum(each.seconds for each in journal.captures if _is_of(each.graph, graph, journal))
+        captures = (each for each in journal.captures if journal.pieces.get(each.graph, each.graph) == graph.graph)
+        self.ours["capture"] += sum(each.seconds for each in captures)
         if graph.graph in journal.versions:
             self.ours[VERSIONS] += sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph)
         if made is None:
@@ -484,7 +483,3 @@ class CompileTime:
             **{stage: self.ours[stage] for stage in (*STAGES, "capture", VERSIONS)},
         }
         return [{"stage": stage, "seconds": spent} for stage, spent in seconds.items() if spent]
-
-
-def _is_of(name: str, graph: GraphCompiled, journal: Journal) -> bool:
-    return journal.pieces.get(name, name) == graph.graph
