@@ -301,7 +301,7 @@ def _shown(name: str) -> str:
 
 
 def _differences(guards: list[list[str]], function: Any, model: object) -> Iterator[tuple[str, str]]:
-    """What guards ask and is not as it was saved: the expression, and a sentence."""
+    """The guards that find something else here than when the file was saved: the expression, and a sentence."""
     for name, expression, wanted in guards:
         if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
             continue

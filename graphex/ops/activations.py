@@ -1,4 +1,4 @@
-"""What stands between the products of a model besides norms: silu(gate) * up, quantisation, dropout.
+"""Ops between the matrix products of a model, norms apart: silu(gate) * up, quantisation, dropout.
 
 Quantisation is as it is written by hand and by torchao-style code, with its constants and casts as parameters:
 

@@ -74,7 +74,7 @@ MOST_WASTE = 1.25  # what tiles compute, as a multiple of what is wanted
 
 
 def rows_in_line(width: int) -> int:
-    """How many rows below a row of this width the next one begins that lies as it does within 16 bytes."""
+    """The number of rows of this width from one row to the next that begins at the same place within 16 bytes."""
     return ALIGNED // math.gcd(width, ALIGNED)
 
 

@@ -156,7 +156,7 @@ T = TypeVar("T")
 
 
 def tried(match: Callable[..., T], *args: Any) -> T | None:
-    """What `match` finds; None if the nodes are no such idiom."""
+    """The result of `match`; None if the nodes are no such idiom."""
     try:
         return match(*args)
     except NoMatch:

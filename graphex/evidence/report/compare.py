@@ -149,7 +149,7 @@ def _module_counts(data: dict[str, Any]) -> Counter[str]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Those that are not inside of another."""
+    """The paths that are not inside of another."""
     outer: dict[str, str] = {}
     for path in sorted(paths, key=lambda each: each.count(".")):
         place = path.partition(" (")[0]
