@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphex.config import Choice, Flag, Kind, Option, Whole, option_names
+from graphex.config import Choice, Flag, Kind, Option, Optional, Whole, option_names
 from graphex.config import CompilerConfig as GraphexConfig
 from graphex.errors import OptionError, did_you_mean
 from graphex.records import FellBack, Journal
@@ -44,17 +44,6 @@ class Text(Kind["str | None"]):
         if isinstance(value, Path):
             return str(value)
         raise self.refuse(name, value)
-
-
-class Optional(Kind[Any]):
-    """None, or a value that another kind allows."""
-
-    def __init__(self, kind: Kind[Any]) -> None:
-        self.kind = kind
-        self.allowed = f"None, {kind.allowed}"
-
-    def check(self, name: str, value: Any) -> Any:
-        return None if value is None else self.kind.check(name, value)
 
 
 class Dictionary(Kind["dict[str, Any] | None"]):
