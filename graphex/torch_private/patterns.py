@@ -11,34 +11,18 @@ from typing import TYPE_CHECKING
 from graphex.torch_private.inductor import import_matcher
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "CallFunction",
-    "FailedMatch",
-    "Ignored",
-    "KeywordArg",
-    "Match",
-    "MatchContext",
-    "MultiOutputPattern",
-    "OrderedSet",
-    "PatternExpr",
-    "fwd_only",
-    "joint_fwd_bwd",
-]
-
 if TYPE_CHECKING:
-    from torch._inductor.pattern_matcher import (
-        CallFunction,
-        FailedMatch,
-        Ignored,
-        KeywordArg,
-        Match,
-        MatchContext,
-        MultiOutputPattern,
-        PatternExpr,
-        fwd_only,
-        joint_fwd_bwd,
-    )
-    from torch.utils._ordered_set import OrderedSet
+    from torch._inductor.pattern_matcher import CallFunction as CallFunction
+    from torch._inductor.pattern_matcher import FailedMatch as FailedMatch
+    from torch._inductor.pattern_matcher import Ignored as Ignored
+    from torch._inductor.pattern_matcher import KeywordArg as KeywordArg
+    from torch._inductor.pattern_matcher import Match as Match
+    from torch._inductor.pattern_matcher import MatchContext as MatchContext
+    from torch._inductor.pattern_matcher import MultiOutputPattern as MultiOutputPattern
+    from torch._inductor.pattern_matcher import PatternExpr as PatternExpr
+    from torch._inductor.pattern_matcher import fwd_only as fwd_only
+    from torch._inductor.pattern_matcher import joint_fwd_bwd as joint_fwd_bwd
+    from torch.utils._ordered_set import OrderedSet as OrderedSet
 else:
     with suppress(ImportError):
         import_matcher()
