@@ -33,7 +33,7 @@ from graphex.config import CompilerConfig
 from graphex.errors import Refusal as Refusal
 from graphex.ops import SPECS, has_kernel
 from graphex.ops.scope import CORES
-from graphex.records import Certificate, Record, Refused, Rewrote
+from graphex.records import Certificate, Record, Refused, Rewrote, RuleTried
 from graphex.rewrite.metadata import inherit
 from graphex.torch_private.symbolic import pytree
 
@@ -101,6 +101,10 @@ class Work:
     def note(self, make: Callable[[str, str], Record]) -> None:
         """Write a record of another kind, made from the names of the graph and the pass."""
         self._write(make(self._graph_name, self._pass_name))
+
+    def tried(self, rule: str, matches: int, candidates: int, remark: str = "") -> None:
+        """Take note how often `rule` applied, of how many places where it did or nearly did."""
+        self._write(RuleTried(self._graph_name, self._pass_name, rule, matches, candidates, remark))
 
     def erase(self, node: Node, *, rule: str, because: str) -> None:
         self._record_rewrite(rule, [node], [], because)
