@@ -20,66 +20,45 @@ from graphex import config, records
 if TYPE_CHECKING:
     from graphex import ops as ops
     from graphex import scope as scope
-    from graphex.analysis.asynchronous import register_asynchronous, register_keeps_nothing
-    from graphex.analysis.happens_before import register_core_need
-    from graphex.analysis.inplace_variants import register_inplace_variant
-    from graphex.backend import Backend, compile_fx, get_backend, journal
-    from graphex.config import CompilerConfig
-    from graphex.debug.orders import random_orders
-    from graphex.errors import GraphexError, GraphexWarning, InputError, OptionError, PassError, RuleError, StreamError
-    from graphex.evidence.explain import Report, explain
-    from graphex.fusion.register import node_info, register_replacement, replacement
-    from graphex.loops.decode_loop import decode_loop
-    from graphex.loops.generate import GenerationReport, generate, generation
-    from graphex.loops.replayer import replayer, warm_up
-    from graphex.loops.saved import load, save
-    from graphex.loops.train_step import train_step
-    from graphex.records import Journal
-    from graphex.rewrite.adapter import Rewrite, graph_pass
-    from graphex.rewrite.base import GraphPass, Refusal, Work
+    from graphex.analysis.asynchronous import register_asynchronous as register_asynchronous
+    from graphex.analysis.asynchronous import register_keeps_nothing as register_keeps_nothing
+    from graphex.analysis.happens_before import register_core_need as register_core_need
+    from graphex.analysis.inplace_variants import register_inplace_variant as register_inplace_variant
+    from graphex.backend import Backend as Backend
+    from graphex.backend import compile_fx as compile_fx
+    from graphex.backend import get_backend as get_backend
+    from graphex.backend import journal as journal
+    from graphex.config import CompilerConfig as CompilerConfig
+    from graphex.debug.orders import random_orders as random_orders
+    from graphex.errors import GraphexError as GraphexError
+    from graphex.errors import GraphexWarning as GraphexWarning
+    from graphex.errors import InputError as InputError
+    from graphex.errors import OptionError as OptionError
+    from graphex.errors import PassError as PassError
+    from graphex.errors import RuleError as RuleError
+    from graphex.errors import StreamError as StreamError
+    from graphex.evidence.explain import Report as Report
+    from graphex.evidence.explain import explain as explain
+    from graphex.fusion.register import node_info as node_info
+    from graphex.fusion.register import register_replacement as register_replacement
+    from graphex.fusion.register import replacement as replacement
+    from graphex.loops.decode_loop import decode_loop as decode_loop
+    from graphex.loops.generate import GenerationReport as GenerationReport
+    from graphex.loops.generate import generate as generate
+    from graphex.loops.generate import generation as generation
+    from graphex.loops.replayer import replayer as replayer
+    from graphex.loops.replayer import warm_up as warm_up
+    from graphex.loops.saved import load as load
+    from graphex.loops.saved import save as save
+    from graphex.loops.train_step import train_step as train_step
+    from graphex.records import Journal as Journal
+    from graphex.rewrite.adapter import Rewrite as Rewrite
+    from graphex.rewrite.adapter import graph_pass as graph_pass
+    from graphex.rewrite.base import GraphPass as GraphPass
+    from graphex.rewrite.base import Refusal as Refusal
+    from graphex.rewrite.base import Work as Work
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Backend",
-    "CompilerConfig",
-    "GenerationReport",
-    "GraphPass",
-    "GraphexError",
-    "GraphexWarning",
-    "InputError",
-    "Journal",
-    "OptionError",
-    "PassError",
-    "Refusal",
-    "Report",
-    "Rewrite",
-    "RuleError",
-    "StreamError",
-    "Work",
-    "compile_fx",
-    "decode_loop",
-    "explain",
-    "generate",
-    "generation",
-    "get_backend",
-    "graph_pass",
-    "journal",
-    "load",
-    "node_info",
-    "random_orders",
-    "register_asynchronous",
-    "register_core_need",
-    "register_inplace_variant",
-    "register_keeps_nothing",
-    "register_replacement",
-    "replacement",
-    "replayer",
-    "save",
-    "scope",
-    "train_step",
-    "warm_up",
-]
 
 # Module -> the public names it holds. They are loaded on first use: importing graphex must not import Dynamo.
 _NAMES = {
@@ -105,6 +84,7 @@ _NAMES = {
     "rewrite.base": ("GraphPass", "Refusal", "Work"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(("scope", *_HOMES))
 _MODULES = ("ops", "scope")
 _RENAMED = {"register_inplace_twin": "register_inplace_variant"}
 
@@ -126,7 +106,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
 
 
 def _check_form(_: config.Passes, custom: Any) -> None:

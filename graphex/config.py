@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
@@ -164,17 +165,16 @@ class ExistingDirectory(Kind[str]):
         return str(value)
 
 
-class OptionalChoice(Kind["str | None"]):
-    """One of some words, or None."""
+class Optional(Kind[Any]):
+    """None, or a value that another kind allows."""
 
-    def __init__(self, *values: str) -> None:
-        self.values = (None, *values)
-        self.allowed = ", ".join(repr(value) for value in self.values)
+    def __init__(self, kind: Kind[Any]) -> None:
+        self.kind = copy(kind)
+        self.kind.allowed = self.allowed = f"None, {kind.allowed}"
+        self.values = (None, *getattr(kind, "values", ()))
 
-    def check(self, name: str, value: Any) -> str | None:
-        if value is None or (isinstance(value, str) and value in self.values):
-            return value
-        raise self.refuse(name, value, did_you_mean(value, filter(None, self.values)))
+    def check(self, name: str, value: Any) -> Any:
+        return None if value is None else self.kind.check(name, value)
 
 
 class Folder(Kind[str]):
@@ -393,7 +393,7 @@ class CompilerConfig:
     )
     data_dump_dir = Option(ExistingDirectory(), "./", "Where `dump_tensor_data` writes.")
     graph_dump_type = Option[str | None](
-        OptionalChoice("txt", "py", "pbtxt"),
+        Optional(Choice("txt", "py", "pbtxt")),
         None,
         "Write every graph, before and after optimisation: as text, as Python code, or as a GraphDef that Netron and "
         "TensorBoard open.",

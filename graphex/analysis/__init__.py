@@ -15,22 +15,14 @@ a rewrite. In the order to read:
     row_independence  whether a graph treats the rows of its inputs separately
 """
 
-from graphex.analysis.aliasing import Aliases
-from graphex.analysis.effects import is_collective, is_effectful, is_random, written_arguments
-from graphex.analysis.graphs import node_line, placement
-from graphex.analysis.memory import last_uses
-from graphex.analysis.shapes import known_equal, known_true, same_layout
-
-__all__ = [
-    "Aliases",
-    "is_collective",
-    "is_effectful",
-    "is_random",
-    "known_equal",
-    "known_true",
-    "last_uses",
-    "node_line",
-    "placement",
-    "same_layout",
-    "written_arguments",
-]
+from graphex.analysis.aliasing import Aliases as Aliases
+from graphex.analysis.effects import is_collective as is_collective
+from graphex.analysis.effects import is_effectful as is_effectful
+from graphex.analysis.effects import is_random as is_random
+from graphex.analysis.effects import written_arguments as written_arguments
+from graphex.analysis.graphs import node_line as node_line
+from graphex.analysis.graphs import placement as placement
+from graphex.analysis.memory import last_uses as last_uses
+from graphex.analysis.shapes import known_equal as known_equal
+from graphex.analysis.shapes import known_true as known_true
+from graphex.analysis.shapes import same_layout as same_layout

@@ -148,7 +148,7 @@ class Raising:
         self._earliest: list[int] | None = None
 
     def between(self, first: int, last: int) -> list[Node]:
-        """Those that stand behind position `first` and before position `last`."""
+        """The nodes behind position `first` and before position `last`."""
         return self._nodes[bisect_right(self._places, first) : bisect_left(self._places, last)]
 
     def time_of(self, node: Node) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Node
@@ -148,16 +148,16 @@ def declarations() -> list[str]:
 
 
 class Handle:
-    """A declaration that can be taken back; as a context manager it holds for the block."""
+    """A declaration or registration that can be taken back; as a context manager it holds for the block."""
 
     def __init__(self, text: str, take_back: Callable[[], object]) -> None:
         self._text, self._take_back = text, take_back
 
     def remove(self) -> None:
-        """Graphs compiled from now on go without the declaration; those that are compiled stay as they are."""
+        """Take it back. Graphs compiled from now on go without it; those that are compiled stay as they are."""
         self._take_back()
 
-    def __enter__(self) -> Handle:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

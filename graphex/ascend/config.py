@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphex.config import Choice, Flag, Kind, Option, Whole, option_names
+from graphex.config import Choice, Flag, Kind, Option, Optional, Whole, option_names
 from graphex.config import CompilerConfig as GraphexConfig
 from graphex.errors import OptionError, did_you_mean
 from graphex.records import FellBack, Journal
@@ -44,17 +44,6 @@ class Text(Kind["str | None"]):
         if isinstance(value, Path):
             return str(value)
         raise self.refuse(name, value)
-
-
-class Optional(Kind[Any]):
-    """None, or a value that another kind allows."""
-
-    def __init__(self, kind: Kind[Any]) -> None:
-        self.kind = kind
-        self.allowed = f"None, {kind.allowed}"
-
-    def check(self, name: str, value: Any) -> Any:
-        return None if value is None else self.kind.check(name, value)
 
 
 class Dictionary(Kind["dict[str, Any] | None"]):
@@ -104,22 +93,19 @@ DEFAULTS = {"capture_error_mode": "global"}
 """The defaults of the originals that hold under their names."""
 
 
-def all_same(names: str) -> Iterator[AscendOption]:
-    return map(same, names.split())
-
-
 def ignored(path: str, kind: Kind[Any], default: Any, reason: str) -> AscendOption:
     return AscendOption(path, kind, default, ignored=reason)
 
 
+_SAME = (
+    "force_eager use_graph_pool reuse_graph_pool_in_same_fx capture_limit clone_input clone_output frozen_parameter"
+    " remove_noop_ops remove_cat_ops inplace_pass input_inplace_pass pattern_fusion_pass post_grad_custom_pre_pass"
+    " post_grad_custom_post_pass dump_tensor_data data_dump_stage data_dump_dir force_recapture graph_dump_type"
+    " graph_dump_path deadlock_check"
+)
 NPUGRAPH_EX: tuple[AscendOption, ...] = (
     AscendOption("mode", Choice("npugraph_ex"), "npugraph_ex", to="mode", convert=lambda _: "reduce-overhead"),
-    *all_same(
-        "force_eager use_graph_pool reuse_graph_pool_in_same_fx capture_limit clone_input clone_output"
-        " frozen_parameter remove_noop_ops remove_cat_ops inplace_pass input_inplace_pass pattern_fusion_pass"
-        " post_grad_custom_pre_pass post_grad_custom_post_pass dump_tensor_data data_dump_stage data_dump_dir"
-        " force_recapture graph_dump_type graph_dump_path deadlock_check"
-    ),
+    *map(same, _SAME.split()),
     replace(same("capture_error_mode"), default=DEFAULTS["capture_error_mode"]),
     ignored("static_kernel_compile", FLAG, False, BINARIES),
     ignored("disable_static_kernel_compile_cache", FLAG, False, BINARIES),

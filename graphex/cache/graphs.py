@@ -193,9 +193,7 @@ class Packer:
             return Sizes(tuple(map(self._argument, value)))
         if isinstance(value, slice):
             return slice(*map(self._argument, (value.start, value.stop, value.step)))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            raise self.refuse(f"has an argument of type {type(value).__name__}")
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
             return tuple(map(self._argument, value))
         raise self.refuse(f"has an argument of type {type(value).__name__}")
 

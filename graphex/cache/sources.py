@@ -205,7 +205,7 @@ class _Hasher:
             self._named(name if module is None else module, names, set())
 
     def _named(self, value: Any, names: list[str], seen: set[int]) -> None:
-        """What a name stands for; of a module, what the names of the function that uses it stand for there."""
+        """Feed the value of a name, and of a module those of its attributes that the function names."""
         self.feed(value)
         if not isinstance(value, ModuleType) or id(value) in seen:
             return
@@ -399,7 +399,7 @@ def _known(value: Any) -> tuple[str, ...] | None:
 
 
 def _known_module(name: str) -> tuple[str, ...] | None:
-    """How a module of Python's or of an installed package is known; None for one of the user's."""
+    """The name of a module of Python's, or name and version of an installed one; None for one of the user's."""
     root = name.partition(".")[0]
     if root in _KNOWN_ROOTS or (root in sys.builtin_module_names and root != "__main__"):
         return (name,)

@@ -75,11 +75,10 @@ class CacheStore:
 
     def load(self, key: CacheKey) -> bytes | None:
         """The artefact of a key; None without one. Raises ValueError if it is damaged."""
-        with self._open() as folder:
-            try:
-                return unsealed(folder.read(f"{name_of(key)}{GRAPH}"))
-            except FileNotFoundError:
-                return None
+        try:
+            return self.artefact(name_of(key))
+        except FileNotFoundError:
+            return None
 
     def note_hit(self, id: str) -> None:
         """Count a use. A cache that cannot be written to serves all the same."""

@@ -31,7 +31,6 @@ from graphex.records import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
     from rich.text import Text
 
 # Command -> the module that defines it under its own name.
@@ -215,11 +214,7 @@ def waiting(text: str, steps: int | None = None) -> Iterator[Callable[[str], Non
     )
     with progress:
         task = progress.add_task(text, total=steps)
-        yield lambda now: _move(progress, task, now, steps)
-
-
-def _move(progress: Progress, task: TaskID, now: str, steps: int | None) -> None:
-    progress.update(task, description=now, advance=1 if steps else 0)
+        yield lambda now: progress.update(task, description=now, advance=1 if steps else 0)
 
 
 def styled(status: str) -> Text:

@@ -7,30 +7,14 @@ Read `base.py` first: the interface, and the table `KINDS` of device types. `gpu
 then what is CUDA's own; `npu.py` what is Ascend's. A new device is a file with its class and a line in `KINDS`.
 """
 
-from graphex.device.base import (
-    Cores,
-    Device,
-    OneStream,
-    Replay,
-    StreamSet,
-    device_of,
-    kernel_runtime,
-    runs_kernels,
-    runtimes,
-    runtimes_in_use,
-    several_accelerators,
-)
-
-__all__ = [
-    "Cores",
-    "Device",
-    "OneStream",
-    "Replay",
-    "StreamSet",
-    "device_of",
-    "kernel_runtime",
-    "runs_kernels",
-    "runtimes",
-    "runtimes_in_use",
-    "several_accelerators",
-]
+from graphex.device.base import Cores as Cores
+from graphex.device.base import Device as Device
+from graphex.device.base import OneStream as OneStream
+from graphex.device.base import Replay as Replay
+from graphex.device.base import StreamSet as StreamSet
+from graphex.device.base import device_of as device_of
+from graphex.device.base import kernel_runtime as kernel_runtime
+from graphex.device.base import runs_kernels as runs_kernels
+from graphex.device.base import runtimes as runtimes
+from graphex.device.base import runtimes_in_use as runtimes_in_use
+from graphex.device.base import several_accelerators as several_accelerators

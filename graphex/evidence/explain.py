@@ -65,31 +65,21 @@ class RuleSummary:
         return len(self.rewrites)
 
 
+@dataclass(eq=False, repr=False)
 class Report:
     """The result of `explain`. It prints as tables, serialises to JSON, and keeps both results for comparison.
 
     `seconds` has the shortest call in eager and with graphex, where both were timed: see `_Subject.timed`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        rules: Collection[str],
-        outputs: Any,
-        eager_outputs: Any,
-        calls: int,
-        comparison: Comparison,
-        seconds: Mapping[str, float],
-    ) -> None:
-        self.name = name
-        self.journal = journal
-        self._rules = rules
-        self.outputs = outputs
-        self.eager_outputs = eager_outputs
-        self.calls = calls
-        self.seconds = seconds
-        self._comparison = comparison
+    name: str
+    journal: Journal
+    _rules: Collection[str]
+    outputs: Any
+    eager_outputs: Any
+    calls: int
+    _comparison: Comparison
+    seconds: Mapping[str, float]
 
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""

@@ -58,7 +58,7 @@ class Hidden:
 
 @dataclass(frozen=True, eq=False)
 class Rebound:
-    """The globals that functions of a file give other values: those they declare `global`."""
+    """The globals that functions of a module give other values: those they declare `global`."""
 
     namespace: dict[str, Any]
     names: tuple[str, ...]
@@ -107,7 +107,7 @@ def shown(path: str) -> str:
 class _Walk:
     def __init__(self) -> None:
         self._met: dict[int, Part] = {}
-        self._homes: set[str] = set()  # the files whose functions may run in the call
+        self._homes: set[str] = set()  # the modules whose functions may run in the call
 
     def of(self, roots: Mapping[str, Any]) -> Iterator[Part]:
         for root in roots.values():
@@ -127,7 +127,7 @@ class _Walk:
         while isinstance(value, (partial, types.MethodType)):
             value = value.func if isinstance(value, partial) else value.__func__
         entries = [value] if isinstance(value, types.FunctionType) else _methods(value)[:1]
-        self._homes |= {_file_of(entry) for entry in map(inspect.unwrap, entries) if is_users(_file_of(entry))}
+        self._homes.update(filter(is_users, map(_module_of, map(inspect.unwrap, entries))))
 
     def _parts(self, path: str, value: Any) -> Iterator[Part]:
         if isinstance(value, Tensor):
@@ -170,15 +170,15 @@ class _Walk:
         yield from (
             (f"{path}.{name}", getattr(function, name)) for name in ("__dict__", "__defaults__", "__kwdefaults__")
         )
-        home = _file_of(function)
+        home = _module_of(function)
         if home not in self._homes:
             return
         yield f"{home} of {path}", Rebound(function.__globals__, tuple(_rebound(function)))
         for name, value in _named_globals(function).items():
-            if not isinstance(value, types.FunctionType) or _file_of(value) in self._homes:
+            if not isinstance(value, types.FunctionType) or _module_of(value) in self._homes:
                 yield f"{home}.{name}", value
             elif is_users(value.__module__) and (names := list(_rebound(value))):
-                yield f"{home}.{name}", Hidden(f"it writes the globals {', '.join(names)} of {_file_of(value)}")
+                yield f"{home}.{name}", Hidden(f"it writes the globals {', '.join(names)} of {_module_of(value)}")
 
 
 def _items(path: str, value: Any) -> Iterator[Part]:
@@ -216,7 +216,7 @@ def _methods(value: Any) -> list[types.FunctionType]:
     return list(found)
 
 
-def _file_of(function: Any) -> str:
+def _module_of(function: Any) -> str:
     return str(getattr(function, "__globals__", {}).get("__name__", "builtins"))
 
 

@@ -11,7 +11,7 @@ import io
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -228,8 +228,8 @@ def _memory(journal: Journal) -> Iterator[Any]:
 def _training(journal: Journal) -> Iterator[Any]:
     if not has_training(journal):
         return
-    yield from _table("training step", STEP_COLUMNS, step_rows(journal, size_text))
-    yield from _table("what the backward needs", SAVED_COLUMNS, saved_rows(journal, size_text))
+    yield from _table("training step", STEP_COLUMNS, _step_rows(journal))
+    yield from _table("what the backward needs", SAVED_COLUMNS, _saved_rows(journal))
 
 
 def _running(journal: Journal) -> Iterator[Any]:
@@ -440,7 +440,7 @@ def intermediates(nodes: Sequence[NodeFacts]) -> list[int]:
     return found
 
 
-def step_rows(journal: Journal, size_text: Callable[[float], str]) -> Rows:
+def _step_rows(journal: Journal) -> Rows:
     """The parts of a step as rows of a table."""
     for part in step_parts(journal):
         nodes = str(part.nodes) if part.nodes else ""
@@ -448,7 +448,7 @@ def step_rows(journal: Journal, size_text: Callable[[float], str]) -> Rows:
         yield part.phase, part.graph, nodes, size_text(part.most), held, part.remark
 
 
-def saved_rows(journal: Journal, size_text: Callable[[float], str]) -> Rows:
+def _saved_rows(journal: Journal) -> Rows:
     """The largest values that forwards save, and what is computed again instead of being saved."""
     found = sorted((each for each in journal.activations if each.status != "an input"), key=_order)
     for each in found[:SAVED_SHOWN]:

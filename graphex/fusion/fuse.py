@@ -31,7 +31,7 @@ from graphex.fusion.matching import FusionPlan, Site, try_rule
 from graphex.fusion.patterns import Mismatch, OtherOp, op_title
 from graphex.fusion.rule import Rule
 from graphex.ops import SPECS, has_kernel
-from graphex.records import NearMiss, RuleTried
+from graphex.records import NearMiss
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.graphs import is_erased
@@ -61,7 +61,7 @@ def apply_rules(work: Work, rules: Iterable[Rule]) -> None:
         fusion = Fusion(work, rules)
         if all(fusion.sweep() for _ in range(_MOST_SWEEPS)):
             remark = f"rules still applied after {_MOST_SWEEPS} rounds; two of them undo each other"
-            work.note(lambda graph, name: RuleTried(graph, name, "", 0, 0, remark))
+            work.tried("", 0, 0, remark)
         fusion.report()
 
 
@@ -200,7 +200,7 @@ class Fusion:
         if not matches:  # the variant that came closest speaks for all
             absent = min(map(self._absent, variants), key=len)
         remark = f"the graph holds no {', '.join(sorted(map(op_title, absent)))}" if absent else ""
-        self.work.note(lambda graph, name: RuleTried(graph, name, rule, matches, matches + missed, remark))
+        self.work.tried(rule, matches, matches + missed, remark)
 
     # -- the graph's index -----------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from graphex.analysis.graphs import origins
 from graphex.errors import InputError, Refusal, RuleError, one_line
 from graphex.fusion.patterns import Check
 from graphex.fusion.rule import Rule, TraceFn
-from graphex.fusion.rules import Handle, process_rules
+from graphex.fusion.rules import RuleHandle, process_rules
 from graphex.fusion.self_test import difference, random_inputs, run_self_test
 from graphex.torch_private.patterns import PatternExpr, fwd_only
 from graphex.torch_private.symbolic import FakeTensorMode, pytree, unset_fake_temporarily
@@ -49,7 +49,7 @@ def register_replacement(
     *,
     name: str | None = None,
     self_test: bool = True,
-) -> Handle:
+) -> RuleHandle:
     """Replace what `search_fn` computes by what `replace_fn` computes, in every graph compiled from now on.
 
     Both functions take the same arguments and are traced with `example_inputs`. A number among these is a variable:
@@ -75,7 +75,7 @@ def register_replacement(
     known = next((other for other in process_rules if isinstance(other, Rule) and _same(rule, other)), None)
     if known is not None:
         if skip_duplicates:
-            return Handle(process_rules, known, skipped=True)
+            return RuleHandle(process_rules, known, skipped=True)
         what = "is registered already (has a cell of a notebook run twice?)"
         if known.name != rule.name:
             what = f"is registered already, and looks for the same as '{rule.name}'"

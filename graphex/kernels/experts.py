@@ -26,7 +26,7 @@ from graphex.errors import Refusal
 from graphex.kernels.experts_kernel import combine_kernel, few_kernel, many_kernel, route_kernel, routed_kernel
 from graphex.kernels.launch import PreparedJob, Scratch, Start, is_aligned, launch, run_job
 from graphex.kernels.layout import block_of, blocks_of, next_power_of_2, on_device_of, signature
-from graphex.ops.definition import Arguments
+from graphex.ops.definition import Arguments, call_with
 from graphex.ops.experts import ACTIVATIONS, FEW, SCORES, grouped, has_many, refusal_of_grouped
 
 KIND = "experts"
@@ -329,63 +329,26 @@ def _route(call: Any, start: Start = launch) -> tuple[Tensor, Tensor]:
 # -- the choice of experts in the kernel of their first projection -----------------------------------------------------
 
 
-class Mixture(NamedTuple):
-    """The arguments of `graphex::experts`."""
-
-    x: Tensor
-    experts: Tensor
-    weights: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    transposed: bool
-    activation: str
-    alpha: float
-    limit: float
-    residual: Tensor | None
-
-
-class Choosing(NamedTuple):
-    """The arguments of `graphex::route`."""
-
-    logits: Tensor
-    bias: Tensor | None
-    top_k: int
-    scores: str
-    dtype: torch.dtype
-    normalised: bool
-    epsilon: float
-    scale: float
-    groups: int = 1
-    top_groups: int = 1
-
-
 class RoutedJob(NamedTuple):
     """A call of `graphex::routed_experts`, up to the results of the first projection."""
 
     call: Any
 
     @property
-    def choosing(self) -> Choosing:
-        return Choosing(bias=None, **self._given(Choosing))
+    def choosing(self) -> Arguments:
+        return call_with("graphex::route", self.call, bias=None)
 
-    def mixture(self, experts: Tensor, weights: Tensor) -> Mixture:
-        return Mixture(experts=experts.view(-1), weights=weights.view(-1), **self._given(Mixture))
+    def mixture(self, experts: Tensor, weights: Tensor) -> Arguments:
+        return call_with("graphex::experts", self.call, experts=experts.view(-1), weights=weights.view(-1))
 
-    def _given(self, op: type[NamedTuple]) -> dict[str, Any]:
-        """Those arguments of another op that the call has too."""
-        given: dict[str, Any] = self.call._asdict()
-        return {name: given[name] for name in op._fields if name in given}
-
-    def empty(self) -> Mixture:
+    def empty(self) -> Arguments:
         """A call of `graphex::experts` with memory for the experts that are chosen, and for their weights."""
         shape = self.call.logits.shape[0], self.call.top_k
         made = self.call.logits.new_empty
         return self.mixture(made(shape, dtype=torch.int64), made(shape, dtype=self.call.dtype))
 
 
-Up = tuple[Mixture, Tensor]  # with the experts that were chosen, and what their first projections are
+Up = tuple[Arguments, Tensor]  # `graphex::experts` of those that were chosen, and their first projections
 
 
 @dataclass(frozen=True)
@@ -434,7 +397,7 @@ class Together(WayToChoose):
         return mixture, out
 
 
-def _up(mixture: Mixture) -> Projection:
+def _up(mixture: Arguments) -> Projection:
     return Projection(mixture, mixture.x, mixture.activation)
 
 

@@ -83,9 +83,9 @@ def generate(
     streamer = streamer if streamer is not None else _from_caller("streamer")
     sessions = sessions_of(model)
     given = (input_ids, logits_processor, stopping_criteria, generation_config)
-    reason = why_not(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-    if reason:
-        return _left_to_transformers(sessions, reason, model, given, synced_gpus, streamer, model_kwargs)
+    leave = partial(_left_to_transformers, sessions, model, given, synced_gpus, streamer, model_kwargs)
+    if reason := why_not(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
+        return leave(reason)
     if _from_caller("assistant_model") is not None or generation_config.prompt_lookup_num_tokens is not None:
         record = FellBack("generation", "tokens are not guessed ahead", "the loop has no use for an assistant")
         sessions.journal.fall_back(record)
@@ -93,7 +93,7 @@ def generate(
         model_kwargs["attention_mask"] = _nothing_masked(input_ids, model_kwargs)
     wanted = Wanted.of(*given, model_kwargs, partial(_users, sessions, model, input_ids))
     if isinstance(wanted, str):
-        return _left_to_transformers(sessions, wanted, model, given, synced_gpus, streamer, model_kwargs)
+        return leave(wanted)
     decoding = getattr(model, "_optimize_model_for_decode", nullcontext)
     started = time.perf_counter()
     drawn, trains = random_state(input_ids.device), any(each.training for each in model.modules())
@@ -109,7 +109,7 @@ def generate(
                     return generation.run(started)
             set_random_state(input_ids.device, drawn)
     set_random_state(input_ids.device, drawn)
-    return _left_to_transformers(sessions, _DRAWS, model, given, synced_gpus, streamer, model_kwargs)
+    return leave(_DRAWS)
 
 
 def why_not(
@@ -194,12 +194,12 @@ def _users(sessions: Sessions, model: Any, input_ids: Tensor, processor: Any) ->
 
 def _left_to_transformers(
     sessions: Sessions,
-    reason: str,
     model: Any,
     given: tuple[Any, ...],
     synced_gpus: bool,
     streamer: Any,
     model_kwargs: dict[str, Any],
+    reason: str,
 ) -> Any:
     """transformers' own method for this mode of decoding, with a record and one warning.
 

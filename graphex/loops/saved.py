@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from importlib import import_module
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
@@ -187,21 +187,8 @@ def load(
     else can write to them; `trusted=True` loads it from anywhere.
     """
     head, data = _read(Path(path), trusted)
-    for part, here in machine_of(()).items():
-        if part != "devices" and head["machine"].get(part) != here:
-            raise InputError(
-                f"'{path}' was saved where {part} was {head['machine'].get(part)}; here it is {here}. Save it again."
-            )
-    if head["is_module"] != (model is not None):
-        wanted = (
-            "is a module's: pass the module that has the weights" if model is None else "is a function's: pass none"
-        )
-        raise InputError(f"'{path}' {wanted}.")
-    if head["class"] != _class_of(model):
-        raise InputError(f"'{path}' was saved for a module of type {head['class']}; this one is {_class_of(model)}.")
-    _check_environment(path, head["environment"])
-    _check_sources(path, head["sources"])
-    _check_methods(path, head, model)
+    if reason := next(chain(_why_not_here(head, model), _changed_code(head, model)), None):
+        raise InputError(f"'{path}' {reason}")
     hooks = {name: held for name, held in _forward_hooks(model).items() if name not in head["hooks"]}
     if any(hooks.values()):
         raise InputError(f"'{path}': {_why_not_with(hooks)}")
@@ -314,7 +301,7 @@ def _shown(name: str) -> str:
 
 
 def _differences(guards: list[list[str]], function: Any, model: object) -> Iterator[tuple[str, str]]:
-    """What guards ask and is not as it was saved: the expression, and a sentence."""
+    """The guards that find something else here than when the file was saved: the expression, and a sentence."""
     for name, expression, wanted in guards:
         if not is_in_scope(expression, function):  # Dynamo has put a name of its own there
             continue
@@ -384,26 +371,21 @@ def _globals(head: dict[str, Any], model: torch.nn.Module | None) -> dict[str, A
     return {**names, **{name: _referred(*place) for name, place in missing.items()}}
 
 
-def _check_environment(path: str | Path, variables: dict[str, str | None]) -> None:
-    """Compare the environment variables that traced code may read with those here. Raises InputError if one differs."""
-    for name, saved in variables.items():
+def _why_not_here(head: dict[str, Any], model: torch.nn.Module | None) -> Iterator[str]:
+    """Why a file is not for this machine, this module or this environment: sentences about it."""
+    for part, here in machine_of(()).items():
+        if part != "devices" and (saved := head["machine"].get(part)) != here:
+            yield f"was saved where {part} was {saved}; here it is {here}. Save it again."
+    if head["is_module"] != (model is not None):
+        has = "is a module's: pass the module that has the weights" if model is None else "is a function's: pass none"
+        yield f"{has}."
+    if head["class"] != _class_of(model):
+        yield f"was saved for a module of type {head['class']}; this one is {_class_of(model)}."
+    for name, saved in head["environment"].items():  # that traced code may read
         if (here := os.environ.get(name)) != saved:
             before, now = ("not set" if value is None else repr(value) for value in (saved, here))
-            raise InputError(
-                f"'{path}' was saved where the environment variable {name} was {before}; here it is {now}. "
-                "Set it as it was, or save it again."
-            )
-
-
-def _check_sources(path: str | Path, sources: list[list[str]]) -> None:
-    """Compare the functions that were traced with what their files hold now. Raises InputError for one that changed."""
-    for module, functions in groupby(sources, key=itemgetter(0)):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        text = Path(file).read_text(errors="replace") if file and file.endswith(".py") else None
-        for _, _, function in functions:
-            if text is not None and function not in text:
-                first = function.strip().splitlines()[0]
-                raise InputError(f"'{path}' was saved before `{first}` in {file} was changed. Save it again.")
+            where = f"where the environment variable {name} was {before}; here it is {now}"
+            yield f"was saved {where}. Set it as it was, or save it again."
 
 
 def _class_of(model: object) -> str:
@@ -438,12 +420,19 @@ def _traced_methods(ahead: Ahead, model: object) -> dict[str, str]:
     }
 
 
-def _check_methods(path: str | Path, head: dict[str, Any], model: object) -> None:
-    """Compare the methods that were traced with those of the classes here. Raises InputError if one is another."""
+def _changed_code(head: dict[str, Any], model: object) -> Iterator[str]:
+    """Functions that were traced and have changed since, in their files or on their classes: sentences about them."""
+    for module, functions in groupby(head["sources"], key=itemgetter(0)):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        text = Path(file).read_text(errors="replace") if file and file.endswith(".py") else None
+        for _, _, function in functions:
+            if text is not None and function not in text:
+                first = function.strip().splitlines()[0]
+                yield f"was saved before `{first}` in {file} was changed. Save it again."
     here = _methods(model, {module for module, _, _ in head["sources"]})
     for place, code in head["methods"].items():
         if place in here and _digest(here[place].__code__) != code:
-            raise InputError(f"'{path}' was saved where `{place}` was another method. Save it again.")
+            yield f"was saved where `{place}` was another method. Save it again."
 
 
 def _why_not(error: RuntimeError) -> str:

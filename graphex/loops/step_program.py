@@ -153,6 +153,11 @@ class Kind(NamedTuple):
     path: Hashable  # everything else: Python may take another way through the function
     gradients: Hashable  # of before the step: none, some that it drops, or where those are that it reads
 
+    @property
+    def checked_as(self) -> tuple[Hashable, Hashable]:
+        """The key of what is learnt about the kind whatever its sizes: "read" for gradients that the step reads."""
+        return self.path, self.gradients if isinstance(self.gradients, str) else "read"
+
 
 @dataclass
 class Learnt:
@@ -340,7 +345,7 @@ class TrainStep:
 
     def _may_capture(self, kind: Kind) -> bool:
         learnt = self._learnt.get(kind)
-        return learnt is not None and learnt.calls > 0 and (kind.path, _sort(kind.gradients)) in self._checked
+        return learnt is not None and learnt.calls > 0 and kind.checked_as in self._checked
 
     def _start_again(self, why: str) -> None:
         """Free the graphs and learn anew: they were made for memory that is not the step's any more."""
@@ -355,9 +360,8 @@ class TrainStep:
 
     def _run_and_learn(self, kind: Kind, args: Any, kwargs: Any) -> Any:
         learnt = self._remember(kind)
-        is_checked = (kind.path, _sort(kind.gradients)) in self._checked
         seen: Observation | None = None
-        if learnt.calls and not is_checked:
+        if learnt.calls and kind.checked_as not in self._checked:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             seen = Observation(self._where.type, given, _present(self._state.gradients()), learnt.observation)
         before = self._interruptions
@@ -410,7 +414,7 @@ class TrainStep:
             self._stay_plain(f"{changed} changes in every call, and a replay would not change it")
             return
         if not difference:
-            self._checked.add((kind.path, _sort(kind.gradients)))
+            self._checked.add(kind.checked_as)
             learnt.observation = None
             return
         learnt.differed += 1
@@ -621,8 +625,3 @@ def _before_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     return [each for each in gradients if each is not None]
-
-
-def _sort(gradients: Hashable) -> Hashable:
-    """The state of gradients when a step began: "none", "some", or "read" if the step reads them."""
-    return gradients if isinstance(gradients, str) else "read"

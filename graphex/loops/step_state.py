@@ -291,7 +291,7 @@ class StepState:
         return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
 
     def why_elsewhere(self) -> str:
-        """What is not where it was when `look_again` looked; empty if everything is."""
+        """The part of the state that has moved, or was replaced, since `look_again`; empty if none has."""
         if self.found.reached.version != self._version:
             modules, parameters, buffers = self._listed()
             pairs = ((modules, self._modules), (parameters, self.parameters), (buffers, self.buffers))

@@ -116,7 +116,7 @@ def train_step(
         raise InputError(f"train_step takes a module, or a function that does a step; got {type(model).__name__}.")
     if has_parts:
         raise InputError("a function is a whole step: the parts of a step are for train_step(module, ...).")
-    find = partial(_reached_by, model, compile_it, backend) if compile else partial(_found_by, model)
+    find = partial(_reached_by, model, compile_it, backend) if compile else lambda: (found_in(model), ())
     return TrainStep(model, find, backend, compiles=compile)
 
 
@@ -139,10 +139,6 @@ def _found_of(parts: Parts, average: nn.Module | None) -> tuple[Found, Sequence[
     for each in (parts.model, parts.loss_fn, parts.optimizer, parts.scaler, parts.scheduler, average):
         found.add(each)
     return found, ()
-
-
-def _found_by(function: Callable[..., Any]) -> tuple[Found, Sequence[CompiledModule]]:
-    return found_in(function), ()
 
 
 def _reached_by(

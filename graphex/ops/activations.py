@@ -1,4 +1,4 @@
-"""What stands between the products of a model besides norms: silu(gate) * up, quantisation, dropout.
+"""Ops between the matrix products of a model, norms apart: silu(gate) * up, quantisation, dropout.
 
 Quantisation is as it is written by hand and by torchao-style code, with its constants and casts as parameters:
 
@@ -361,13 +361,9 @@ def threshold(p: float) -> int:
     return int(p * 2**BITS + 0.5)
 
 
-def _fake_seeds(count: int, device: torch.device) -> list[Tensor]:
-    return [torch.empty(1, dtype=torch.int64, device=device) for _ in range(count)]
-
-
 @op(
     "graphex::dropout_seeds(int count, Device device) -> Tensor[]",
-    fake=_fake_seeds,
+    fake=lambda count, device: [torch.empty(1, dtype=torch.int64, device=device) for _ in range(count)],
     title="seeds of dropout",
     is_random=True,
 )
@@ -385,13 +381,9 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
     return shifted
 
 
-def _fake_dropout(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)
-
-
 @op(
     "graphex::dropout(Tensor x, Tensor seed, float p) -> (Tensor, Tensor)",
-    fake=_fake_dropout,
+    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
     title="dropout",
     kernel="activations.dropout",
     inlines=True,

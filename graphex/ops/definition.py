@@ -299,14 +299,26 @@ def launcher_of(spec: OpSpec) -> Function:
 
 
 @cache
+def _call_of(name: str) -> Any:
+    """The named tuple of an op's arguments, as its schema has them."""
+    arguments = _arguments(name)
+    defaults = [each.default_value for each in arguments if each.has_default_value()]
+    return _named_tuple(name.partition("::")[2], [each.name for each in arguments], defaults=defaults)
+
+
+def call_with(name: str, call: Arguments, **others: Any) -> Arguments:
+    """A call of the op of this name with `others`, and with those arguments of another call that it has too."""
+    made = _call_of(name)
+    found: Arguments = made(**{each: getattr(call, each) for each in made._fields if hasattr(call, each)} | others)
+    return found
+
+
+@cache
 def _launcher(spec: OpSpec) -> tuple[Callable[[Arguments], Any], Callable[..., Arguments]]:
     """The launcher of an op, and the named tuple that it takes."""
     assert spec.kernel is not None
     module, _, name = spec.kernel.partition(".")
-    arguments = _arguments(spec.name)
-    defaults = [each.default_value for each in arguments if each.has_default_value()]
-    bind = _named_tuple(name, [each.name for each in arguments], defaults=defaults)
-    return getattr(importlib.import_module(f"graphex.kernels.{module}"), name), bind
+    return getattr(importlib.import_module(f"graphex.kernels.{module}"), name), _call_of(spec.name)
 
 
 def _with_kernel(spec: OpSpec) -> Function:

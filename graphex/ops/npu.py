@@ -98,12 +98,6 @@ def npu_dynamic_quant(
     return q, scale.squeeze(-1)
 
 
-def _fake_npu_quantize(
-    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int = 1, div_mode: bool = True
-) -> Tensor:
-    return torch.empty_like(self, dtype=quantised(dtype)[0])
-
-
 def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
     """One number, or one for each index along an axis, in float32 and ready to broadcast against x."""
     values = values.to(torch.float32)
@@ -122,7 +116,7 @@ def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
 @op(
     "npu::npu_quantize(Tensor self, Tensor scales, Tensor? zero_points, int dtype, int axis=1, bool div_mode=True)"
     " -> Tensor",
-    fake=_fake_npu_quantize,
+    fake=lambda self, scales, zero_points, dtype, *_: torch.empty_like(self, dtype=quantised(dtype)[0]),
     kernel="activations.npu_quantize",
 )
 def npu_quantize(
@@ -228,10 +222,6 @@ def _half_of(x: Tensor, dim: int) -> int:
     return size // 2
 
 
-def _fake_npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
-    return torch.empty_like(self.narrow(dim, 0, _half_of(self, dim)))
-
-
 def _save_npu_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.dim = inputs
     ctx.save_for_backward(x)
@@ -252,7 +242,7 @@ def _wide_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 @op(
     "npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor",
-    fake=_fake_npu_swiglu,
+    fake=lambda self, dim=-1: torch.empty_like(self.narrow(dim, 0, _half_of(self, dim))),
     gradient=Gradient(_save_npu_swiglu, _npu_swiglu_backward),
     kernel="activations.npu_swiglu",
 )
@@ -331,13 +321,9 @@ def npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
     return self.to(dtype, copy=True)
 
 
-def _fake_npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return torch.empty_like(self)
-
-
 @op(
     "npu::npu_scatter_nd_update(Tensor self, Tensor indices, Tensor updates) -> Tensor",
-    fake=_fake_npu_scatter_nd_update,
+    fake=lambda self, *_: torch.empty_like(self),
 )
 def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """A copy of `self` in which `out[tuple(indices[i])] = updates[i]` for every i.

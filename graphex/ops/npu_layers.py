@@ -296,11 +296,10 @@ def _along(axis: int, indices: Tensor, updates: Tensor) -> Tensor:
     return places.view(shape).expand_as(updates)
 
 
-def _fake_scatter_update(self: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return torch.empty_like(self)
-
-
-@op("npu::scatter_update(Tensor self, Tensor indices, Tensor updates, int axis) -> Tensor", fake=_fake_scatter_update)
+@op(
+    "npu::scatter_update(Tensor self, Tensor indices, Tensor updates, int axis) -> Tensor",
+    fake=lambda self, *_: torch.empty_like(self),
+)
 def scatter_update(self: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
     """A copy of `self` in which updates[b] begins at position indices[b] of dimension `axis`, for every b."""
     return self.scatter(axis, _along(axis, indices, updates), updates)
@@ -407,17 +406,11 @@ def _scaled(
     return y.to(dtype)
 
 
-def _fake_npu_weight_quant_batchmatmul(
-    x: Tensor, weight: Tensor, antiquant_scale: Tensor, *args: Any, **_: Any
-) -> Tensor:
-    return x.new_empty(_product_shape(x, weight))
-
-
 @op(
     "npu::npu_weight_quant_batchmatmul(Tensor x, Tensor weight, Tensor antiquant_scale, Tensor? antiquant_offset=None,"
     " Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? bias=None, int antiquant_group_size=0,"
     " int inner_precise=0) -> Tensor",
-    fake=_fake_npu_weight_quant_batchmatmul,
+    fake=lambda x, weight, *_: x.new_empty(_product_shape(x, weight)),
 )
 def npu_weight_quant_batchmatmul(
     x: Tensor,

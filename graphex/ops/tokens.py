@@ -74,7 +74,7 @@ MOST_WASTE = 1.25  # what tiles compute, as a multiple of what is wanted
 
 
 def rows_in_line(width: int) -> int:
-    """How many rows below a row of this width the next one begins that lies as it does within 16 bytes."""
+    """The number of rows of this width from one row to the next that begins at the same place within 16 bytes."""
     return ALIGNED // math.gcd(width, ALIGNED)
 
 
@@ -117,15 +117,11 @@ def argmax(scores: Tensor) -> Tensor:
     return scores.argmax(-1)
 
 
-def _fake_append(*given: object) -> None:
-    return None
-
-
 @op(
     "graphex::append_tokens_(Tensor chosen, Tensor(a!) tokens, Tensor(b!) token, Tensor(c!) length,"
     " Tensor(d!) unfinished, Tensor(e!) done, Tensor(f!)? place=None, Tensor(g!)? position=None, Tensor? pad=None,"
     " Tensor? ends=None, Tensor(h!)? report=None) -> ()",
-    fake=_fake_append,
+    fake=lambda *_: None,
     title="bookkeeping of a step",
     kernel="tokens.append_tokens_",
 )

@@ -21,8 +21,10 @@ It may put zeros where the number of an expert is out of range. A `topk` among a
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
@@ -47,7 +49,8 @@ class LiftExperts(IdiomPass):
     def apply(self, work: Work) -> None:
         if work.phase != "inference":
             return
-        found = [site for site in map(_site, list(work.graph.nodes)) if site and pays(work, "experts", site.end)]
+        sums = work.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+        found = [site for each in sums if (site := tried(_site, each)) and pays(work, "experts", site.end)]
         self.lift(work, ((site.end, site if (why := site.refusal()) is None else why) for site in found))
 
     def replace(self, work: Work, site: ExpertsSite) -> None:
@@ -94,15 +97,14 @@ class ExpertsSite:
 
     def __post_init__(self) -> None:
         """Take along the residual that the sum is added to, if there is one of its shape."""
-        view = called(_only_user(self.end), aten.view.default)
-        added = None if view is None else called(_only_user(view), aten.add.Tensor)
-        if view is None or added is None or added.kwargs or len(set(added.args)) != 2:
-            return
-        (other,) = (each for each in added.args if each is not view)
-        if not isinstance(other, Node) or not _alike(other, view) or not _alike(added, view):
-            return
-        self.end, self.residual = added, other
-        self.inner |= {view, added}
+        with suppress(NoMatch):
+            view = called(_only_user(self.end), aten.view.default)
+            added = called(_only_user(view), aten.add.Tensor)
+            expect(not added.kwargs and len(set(added.args)) == 2)
+            (other,) = (each for each in added.args if each is not view)
+            expect(isinstance(other, Node) and _alike(other, view) and _alike(added, view))
+            self.end, self.residual = added, other
+            self.inner |= {view, added}
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -143,44 +145,65 @@ class ExpertLinear:
     inner: set[Node] = field(default_factory=set)
 
 
-def _site(node: Any) -> ExpertsSite | None:
+# -- the parts of the idiom --------------------------------------------------------------------------------------------
+
+
+class NoMatch(Exception):  # noqa: N818  # no error: nodes that are another thing than what was looked for
+    """Raised where nodes are not the idiom; `tried` says None for it."""
+
+
+T = TypeVar("T")
+
+
+def tried(match: Callable[..., T], *args: Any) -> T | None:
+    """The result of `match`; None if the nodes are no such idiom."""
+    try:
+        return match(*args)
+    except NoMatch:
+        return None
+
+
+def calls(node: Any, target: Any) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def called(node: Any, target: Any) -> Any:
+    """The node, to take apart, if it calls this op. Raises NoMatch."""
+    expect(calls(node, target))
+    return node
+
+
+def expect(condition: object) -> None:
+    if not condition:
+        raise NoMatch
+
+
+def _site(node: Node) -> ExpertsSite:
     """A mixture of experts whose sum is `node`."""
-    if node.target is not aten.sum.dim_IntList or list(node.args[1]) != [1] or len(node.args) > 2 or node.kwargs:
-        return None
+    expect(node.args[1:] == ([1],) and not node.kwargs)
     view = called(node.args[0], aten.view.default)
-    if view is None or len(view.meta["val"].shape) != 3:
-        return None
+    expect(len(view.meta["val"].shape) == 3)
     inner = {node, view}
-    order = _sorted(view.args[0], inner)
+    order = tried(_sorted, view.args[0], inner)
     times = called(view.args[0] if order is None else view.args[0].args[0], aten.mul.Tensor)
-    spread = None if times is None else called(times.args[1], aten.unsqueeze.default)
-    if times is None or spread is None or spread.args[1] not in (-1, 1) or spread.args[0].meta["val"].dim() != 1:
-        return None
+    spread = called(times.args[1], aten.unsqueeze.default)
+    expect(spread.args[1] in (-1, 1) and spread.args[0].meta["val"].dim() == 1)
     weights = spread.args[0] if order is None else _indexed(spread.args[0], order.places, inner)
     down = _linear(times.args[0], order)
-    if weights is None or down is None:
-        return None
     inner |= {times, spread, *down.inner}
-    gate = _silu(down.x, inner) or _clamped(down.x, inner)
-    if gate is None:
-        return None
-    projected, activation, numbers = gate
+    projected, activation, numbers = tried(_silu, down.x, inner) or _clamped(down.x, inner)
     up = _linear(projected, order)
-    if up is None:
-        return None
     count = view.meta["val"].shape[1]
     x = _repeated(up.x, inner, count) if order is None else _gathered(up.x, order, inner, count)
-    if x is None:
-        return None
     cast = _only_user(node)
     end = node
-    if cast is not None and cast.target is aten._to_copy.default and set(cast.kwargs) == {"dtype"}:
+    if calls(cast, aten._to_copy.default) and set(cast.kwargs) == {"dtype"}:
         end = cast
         inner.add(cast)
     return ExpertsSite(end, inner | up.inner, x, down.experts, weights, up, down, activation, *numbers)
 
 
-def _only_user(node: Node) -> Node | None:
+def _only_user(node: Node) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -189,11 +212,6 @@ def _alike(node: Node, other: Node) -> bool:
     one, two = node.meta["val"], other.meta["val"]
     known = all(isinstance(size, int) for size in (*one.shape, *two.shape))
     return known and one.shape == two.shape and one.dtype == two.dtype and one.is_contiguous() and two.is_contiguous()
-
-
-def called(node: Any, target: Any) -> Any:
-    """The node, if it calls this op, to take apart."""
-    return node if isinstance(node, Node) and node.target is target else None
 
 
 @dataclass
@@ -206,189 +224,164 @@ class Order:
 
     def unmasked(self, node: Any, inner: set[Node]) -> Any:
         """The rows of `masked_fill(rows, numbers >= E, 0)`, which changes none of them: all experts are below E."""
-        filled = called(node, aten.masked_fill.Scalar)
-        spread = None if filled is None else called(filled.args[1], aten.unsqueeze.default)
-        beyond = None if spread is None else called(spread.args[0], aten.ge.Scalar)
-        if filled is None or spread is None or beyond is None or beyond.args[0] is not self.numbers:
-            return node
-        if filled.args[2] != 0 or spread.args[1] not in (-1, 1) or not _chosen_among(self.experts, beyond.args[1]):
+        try:
+            filled = called(node, aten.masked_fill.Scalar)
+            spread = called(filled.args[1], aten.unsqueeze.default)
+            beyond = called(spread.args[0], aten.ge.Scalar)
+            expect(beyond.args[0] is self.numbers and filled.args[2] == 0 and spread.args[1] in (-1, 1))
+            _expect_chosen_among(self.experts, beyond.args[1])
+        except NoMatch:
             return node
         inner |= {filled, spread, beyond}
         return filled.args[0]
 
-    def is_sorted_by(self, index: Any, inner: set[Node]) -> bool:
-        """Whether an index is that of the sorted pairs: their experts, which may be limited to those that there are."""
-        clamp = called(index, aten.clamp.default)
-        if clamp is not None and clamp.args[0] is self.numbers and clamp.args[1] is None and len(clamp.args) == 3:
-            inner.add(clamp)
-            return _chosen_among(self.experts, clamp.args[2] + 1)
-        return index is self.numbers
+    def expect_sorted(self, index: Any, inner: set[Node]) -> None:
+        """An index is that of the sorted pairs: their experts, which may be limited to those that there are."""
+        if calls(index, aten.clamp.default) and index.args[:2] == (self.numbers, None) and len(index.args) == 3:
+            inner.add(index)
+            _expect_chosen_among(self.experts, index.args[2] + 1)
+        else:
+            expect(index is self.numbers)
 
 
-def _chosen_among(experts: Any, count: Any) -> bool:
-    """Whether the numbers of experts are flat results of a `topk` among so many."""
+def _expect_chosen_among(experts: Any, count: Any) -> None:
+    """The numbers of experts are flat results of a `topk` among so many."""
     view = called(experts, aten.view.default)
-    chosen = None if view is None else called(view.args[0], operator.getitem)
-    top = None if chosen is None or chosen.args[1] != 1 else called(chosen.args[0], aten.topk.default)
-    if top is None:
-        return False
+    chosen = called(view.args[0], operator.getitem)
+    expect(chosen.args[1] == 1)
+    top = called(chosen.args[0], aten.topk.default)
     among = top.args[0].meta["val"]
     dim = top.args[2] if len(top.args) > 2 else top.kwargs.get("dim", -1)
-    return bool(dim % among.dim() == among.dim() - 1 and among.shape[-1] == count)
+    expect(dim % among.dim() == among.dim() - 1 and among.shape[-1] == count)
 
 
-def _sorted(node: Any, inner: set[Node]) -> Order | None:
+def _sorted(node: Any, inner: set[Node]) -> Order:
     """The order that `node`, the rows of pairs, is brought back from: `rows[empty.index_put(places, 0, 1, ...)]`."""
     rows = called(node, aten.index.Tensor)
-    back = None if rows is None else called(_only_index(rows), aten.index_put.default)
-    if back is None or len(back.args) != 3 or back.kwargs or called(back.args[0], aten.empty_like.default) is None:
-        return None
-    counting, places = called(back.args[2], aten.arange.default), called(_only_index(back), operator.getitem)
-    sort = None if places is None or places.args[1] != 1 else called(places.args[0], aten.sort.default)
-    if counting is None or sort is None or len(sort.args) != 1 or sort.kwargs or len(counting.args) != 1:
-        return None
-    if back.args[0].args[0] is not places or counting.args[0] != places.meta["val"].shape[0]:
-        return None
+    back = called(_only_index(rows), aten.index_put.default)
+    expect(len(back.args) == 3 and not back.kwargs)
+    empty, counting = called(back.args[0], aten.empty_like.default), called(back.args[2], aten.arange.default)
+    places = called(_only_index(back), operator.getitem)
+    expect(places.args[1] == 1)
+    sort = called(places.args[0], aten.sort.default)
+    expect(len(sort.args) == 1 and not sort.kwargs and sort.args[0].meta["val"].dim() == 1)
+    expect(empty.args[0] is places and counting.args == (places.meta["val"].shape[0],))
     numbers = next((user for user in sort.users if user.target is operator.getitem and user.args[1] == 0), None)
-    if numbers is None or sort.args[0].meta["val"].dim() != 1:
-        return None
-    inner |= {rows, back, back.args[0], counting, places, sort, numbers}
+    if numbers is None:
+        raise NoMatch
+    inner |= {rows, back, empty, counting, places, sort, numbers}
     return Order(sort.args[0], numbers, places)
 
 
-def _indexed(node: Any, by: Node, inner: set[Node]) -> Node | None:
+def _indexed(node: Any, by: Node, inner: set[Node]) -> Any:
     """The value that is indexed by `by`, along the first dimension."""
     index = called(node, aten.index.Tensor)
-    if index is None or _only_index(index) is not by:
-        return None
+    expect(_only_index(index) is by)
     inner.add(index)
-    found: Node = index.args[0]
-    return found
+    return index.args[0]
 
 
-def _gathered(node: Any, order: Order, inner: set[Node], times: Any) -> Node | None:
+def _gathered(node: Any, order: Order, inner: set[Node], times: Any) -> Any:
     """The tokens of sorted pairs, of which each token has so many: `x[places // times]`."""
     rows = called(order.unmasked(node, inner), aten.index.Tensor)
-    token = None if rows is None else called(_only_index(rows), aten.floor_divide.default)
-    if rows is None or token is None or token.args != (order.places, times) or rows.args[0].meta["val"].dim() != 2:
-        return None
+    token = called(_only_index(rows), aten.floor_divide.default)
+    expect(token.args == (order.places, times) and rows.args[0].meta["val"].dim() == 2)
     inner |= {rows, token}
-    found: Node = rows.args[0]
-    return found
+    return rows.args[0]
 
 
-def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]) -> ExpertLinear | None:
+def _grouped_linear(node: Any, order: Order, bias: Node | None, inner: set[Node]) -> ExpertLinear:
     """`_grouped_mm(x, weight, ends)` of sorted rows, where `ends` count the pairs of each expert."""
     product = called(node, aten._grouped_mm.default)
-    ends = None if product is None or len(product.args) != 3 else called(product.args[2], aten.cumsum.default)
-    counts = None if ends is None or ends.args[1] != 0 else called(ends.args[0], aten.histc.default)
-    cast = None if counts is None else called(counts.args[0], aten._to_copy.default)
-    if product is None or product.kwargs or cast is None or cast.args[0] is not order.numbers or ends is None:
-        return None
-    transposed = called(product.args[1], aten.transpose.int)
-    weight = product.args[1] if transposed is None else transposed.args[0]
+    expect(len(product.args) == 3 and not product.kwargs)
+    ends = called(product.args[2], aten.cumsum.default)
+    counts = called(ends.args[0], aten.histc.default)
+    cast = called(counts.args[0], aten._to_copy.default)
+    transposed = {product.args[1]} if calls(product.args[1], aten.transpose.int) else set()
+    weight = product.args[1].args[0] if transposed else product.args[1]
     experts = weight.meta["val"].shape[0]
-    if counts is None or counts.args[1:] != (experts, 0, experts - 1) or weight.meta["val"].dim() != 3:
-        return None
-    if transposed is not None and {each % 3 for each in transposed.args[1:]} != {1, 2}:
-        return None
-    found = ExpertLinear(product.args[0], weight, bias, order.experts, transposed is None)
-    found.inner = inner | {product, ends, counts, cast} | (set() if transposed is None else {transposed})
-    return found
+    expect(ends.args[1] == 0 and cast.args[0] is order.numbers and weight.meta["val"].dim() == 3)
+    expect(counts.args[1:] == (experts, 0, experts - 1))
+    expect(all({dim % 3 for dim in each.args[1:]} == {1, 2} for each in transposed))
+    inner = inner | {product, ends, counts, cast} | transposed
+    return ExpertLinear(product.args[0], weight, bias, order.experts, not transposed, inner)
 
 
-def _linear(node: Any, order: Order | None) -> ExpertLinear | None:
+def _linear(node: Any, order: Order | None) -> ExpertLinear:
     """`squeeze(bmm(weight[experts], unsqueeze(x, -1)), -1)`, or the transposed one, and a bias; or of sorted rows."""
     inner: set[Node] = set()
     node = _through(node if order is None else order.unmasked(node, inner), inner)
     bias = None
-    if (added := called(node, aten.add.Tensor)) is not None and not added.kwargs:
-        bias = called(added.args[1], aten.index.Tensor)
-        if bias is None:
-            return None
-        inner |= {added, bias}
-        node = added.args[0]
+    if calls(node, aten.add.Tensor) and not node.kwargs:
+        bias = called(node.args[1], aten.index.Tensor)
+        inner |= {node, bias}
+        node = node.args[0]
+    stacked = None if bias is None else bias.args[0]
     if order is not None:
-        known = bias is None or order.is_sorted_by(_only_index(bias), inner)
-        return _grouped_linear(node, order, None if bias is None else bias.args[0], inner) if known else None
+        if bias is not None:
+            order.expect_sorted(_only_index(bias), inner)
+        return _grouped_linear(node, order, stacked, inner)
     squeezed = called(node, aten.squeeze.dim)
-    product = None if squeezed is None else called(squeezed.args[0], aten.bmm.default)
-    if squeezed is None or product is None:
-        return None
-    transposed = called(product.args[1], aten.index.Tensor) is not None
+    product = called(squeezed.args[0], aten.bmm.default)
+    transposed = calls(product.args[1], aten.index.Tensor)
     chosen, row = product.args[::-1] if transposed else product.args
     chosen, row = called(chosen, aten.index.Tensor), called(row, aten.unsqueeze.default)
     dim = 1 if transposed else 2
-    if chosen is None or row is None or row.args[1] % 3 != dim or squeezed.args[1] % 3 != dim:
-        return None
+    expect(row.args[1] % 3 == dim and squeezed.args[1] % 3 == dim)
     experts = _only_index(chosen)
-    if experts is None or (bias is not None and _only_index(bias) is not experts):
-        return None
-    stacked = None if bias is None else bias.args[0]
-    found = ExpertLinear(row.args[0], chosen.args[0], stacked, experts, transposed)
-    found.inner = inner | {squeezed, product, chosen, row}
-    return found
+    expect(bias is None or _only_index(bias) is experts)
+    inner |= {squeezed, product, chosen, row}
+    return ExpertLinear(row.args[0], chosen.args[0], stacked, experts, transposed, inner)
 
 
-def _only_index(node: Any) -> Node | None:
+def _only_index(node: Any) -> Node:
     """The numbers by which the first dimension is indexed, if that is all."""
     indices = node.args[1]
-    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], Node):
-        return None
+    expect(isinstance(indices, (list, tuple)) and len(indices) == 1 and isinstance(indices[0], Node))
     value = indices[0].meta["val"]
-    return indices[0] if value.dim() == 1 and value.dtype in (torch.int64, torch.int32) else None
+    expect(value.dim() == 1 and value.dtype in (torch.int64, torch.int32))
+    found: Node = indices[0]
+    return found
 
 
 def _through(node: Any, inner: set[Node]) -> Any:
     """The `x` of `squeeze(unsqueeze(x, d), d)`."""
-    while (outer := called(node, aten.squeeze.dim)) is not None:
-        back = called(outer.args[0], aten.unsqueeze.default)
-        if back is None or back.args[1] % 3 != outer.args[1] % 3:
+    while calls(node, aten.squeeze.dim):
+        back = node.args[0]
+        if not calls(back, aten.unsqueeze.default) or back.args[1] % 3 != node.args[1] % 3:
             break
-        inner |= {outer, back}
+        inner |= {node, back}
         node = back.args[0]
     return node
 
 
-def _silu(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
+def _silu(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]]:
     product = called(node, aten.mul.Tensor)
-    silu = None if product is None else called(product.args[0], aten.silu.default)
-    if product is None or silu is None:
-        return None
+    silu = called(product.args[0], aten.silu.default)
     gate, up = called(silu.args[0], operator.getitem), called(product.args[1], operator.getitem)
-    split = None if gate is None else called(gate.args[0], aten.split.Tensor)
-    if gate is None or up is None or split is None or up.args[0] is not split or (gate.args[1], up.args[1]) != (0, 1):
-        return None
-    if len(split.meta["val"]) != 2 or gate.meta["val"].shape != up.meta["val"].shape:
-        return None
-    if (split.args[2] if len(split.args) > 2 else 0) % 2 != 1:
-        return None
+    split = called(gate.args[0], aten.split.Tensor)
+    expect(up.args[0] is split and (gate.args[1], up.args[1]) == (0, 1))
+    expect(len(split.meta["val"]) == 2 and gate.meta["val"].shape == up.meta["val"].shape)
+    expect((split.args[2] if len(split.args) > 2 else 0) % 2 == 1)
     inner |= {product, silu, gate, up, split}
     return split.args[0], SILU, ()
 
 
-def _clamped(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]] | None:
+def _clamped(node: Any, inner: set[Node]) -> tuple[Any, str, tuple[float, ...]]:
     """`(up + 1) * (gate * sigmoid(gate * alpha))`"""
     product = called(node, aten.mul.Tensor)
-    plus = None if product is None else called(product.args[0], aten.add.Tensor)
-    swish = None if product is None else called(product.args[1], aten.mul.Tensor)
-    if product is None or plus is None or swish is None or plus.args[1] != 1 or plus.kwargs:
-        return None
+    plus, swish = called(product.args[0], aten.add.Tensor), called(product.args[1], aten.mul.Tensor)
+    expect(plus.args[1] == 1 and not plus.kwargs)
     gate, sigmoid = called(swish.args[0], aten.clamp.default), called(swish.args[1], aten.sigmoid.default)
-    up = called(plus.args[0], aten.clamp.default)
-    scaled = None if sigmoid is None else called(sigmoid.args[0], aten.mul.Tensor)
-    if gate is None or up is None or scaled is None or sigmoid is None or scaled.args[0] is not gate:
-        return None
+    up, scaled = called(plus.args[0], aten.clamp.default), called(sigmoid.args[0], aten.mul.Tensor)
     alpha, limit = scaled.args[1], up.args[2]
-    if not isinstance(alpha, float) or tuple(up.args[1:]) != (-limit, limit) or tuple(gate.args[1:]) != (None, limit):
-        return None
+    expect(scaled.args[0] is gate and isinstance(alpha, float))
+    expect(tuple(up.args[1:]) == (-limit, limit) and tuple(gate.args[1:]) == (None, limit))
     even, odd = called(gate.args[0], aten.slice.Tensor), called(up.args[0], aten.slice.Tensor)
-    if even is None or odd is None or not _alternate(even, 0) or not _alternate(odd, 1):
-        return None
+    expect(_alternate(even, 0) and _alternate(odd, 1))
     found: set[Node] = set()
     projected = _through(even.args[0], found)
-    if projected is not _through(odd.args[0], found):
-        return None
+    expect(projected is _through(odd.args[0], found))
     inner |= {product, plus, swish, gate, sigmoid, up, scaled, even, odd, *found}
     return projected, CLAMPED, (alpha, float(limit))
 
@@ -401,19 +394,14 @@ def _alternate(node: Any, first: int) -> bool:
     return bool(dim % 2 == 1 and (start or 0) == first and (end is None or end >= width) and step == 2)
 
 
-def _repeated(node: Any, inner: set[Node], times: Any) -> Node | None:
+def _repeated(node: Any, inner: set[Node], times: Any) -> Any:
     """The tokens that `node` repeats, each `times` times in a row."""
     view = called(node, aten.view.default)
-    copy = None if view is None else called(view.args[0], aten.clone.default)
-    expanded = called(copy.args[0] if copy is not None else None, aten.expand.default)
-    added = None if expanded is None else called(expanded.args[0], aten.unsqueeze.default)
-    if view is None or copy is None or expanded is None or added is None or added.args[1] % 3 != 1:
-        return None
-    shape = expanded.meta["val"].shape
-    if len(shape) != 3 or shape[1] != times or len(view.meta["val"].shape) != 2:
-        return None
-    if view.meta["val"].shape[1] != shape[2] or added.args[0].meta["val"].dim() != 2:
-        return None
+    copy = called(view.args[0], aten.clone.default)
+    expanded = called(copy.args[0], aten.expand.default)
+    added = called(expanded.args[0], aten.unsqueeze.default)
+    shape, flat = expanded.meta["val"].shape, view.meta["val"].shape
+    expect(added.args[1] % 3 == 1 and len(shape) == 3 and shape[1] == times and len(flat) == 2)
+    expect(flat[1] == shape[2] and added.args[0].meta["val"].dim() == 2)
     inner |= {view, copy, expanded, added}
-    found: Node = added.args[0]
-    return found
+    return added.args[0]

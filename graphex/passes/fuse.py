@@ -25,7 +25,7 @@ from graphex.analysis.shapes import known_contiguous
 from graphex.config import CompilerConfig
 from graphex.fusion.rules import FUSIONS, LIFTS, load_for, names_of, users_rules
 from graphex.ops import SPECS, has_kernel
-from graphex.records import NO_KERNELS, RuleTried
+from graphex.records import NO_KERNELS
 from graphex.rewrite.base import GraphPass, Refusal, Work
 from graphex.rewrite.metadata import inherit_all
 
@@ -166,7 +166,7 @@ class IdiomPass(GraphPass):
                 self.replace(work, site)
                 lifted += 1
         if candidates:
-            work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
+            work.tried(self.rule, lifted, candidates)
 
     def replace(self, work: Work, site: Any) -> None:
         """Put the op in place of the nodes of one site."""
@@ -272,7 +272,7 @@ class LiftAttention(IdiomPass):
             lifted += 1
             work.rewired(node, rule=self.rule, because=f"'{decided.call}' was not taken apart while it was traced")
         if candidates:
-            work.note(lambda graph, name: RuleTried(graph, name, self.rule, lifted, candidates))
+            work.tried(self.rule, lifted, candidates)
 
 
 def decided_about(node: Node) -> Decided | None:

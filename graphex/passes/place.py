@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -47,15 +47,6 @@ from graphex.rewrite.metadata import MADE_BY
 
 STREAM = "torch stream "
 EVENT = "torch event "
-
-
-class Writer(Protocol):
-    """The interface that writes events into the graph; `place` has it."""
-
-    def name(self, wanted: str) -> str: ...
-    def record(self, event: str, stream: object, *, after: Node) -> str: ...
-    def wait(self, event: str, stream: object, *, after: Node) -> None: ...
-    def used_on(self, value: Any, stream: object, *, before: Node) -> None: ...
 
 
 def label_of(stream: object) -> str:
@@ -122,7 +113,7 @@ def _inlined(work: Work, body: GraphModule, values: list[Any]) -> list[Any]:
     return []
 
 
-def lower_torch_events(work: Work, writer: Writer) -> None:
+def lower_torch_events(work: Work, writer: _Placing) -> None:
     """Replace torch's ops by events with names. Those that reach out of the graph are noted on its output."""
     recorded: dict[int, str] = {}
     awaited: set[int] = set()

@@ -53,7 +53,7 @@ from graphex.passes.projection_plans import (
     linear_at,
     unfit_input,
 )
-from graphex.records import NO_KERNELS, RuleTried
+from graphex.records import NO_KERNELS
 from graphex.rewrite.base import Refusal, Work, bring_before, elsewhere, used_by
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit_all
 from graphex.torch_private.symbolic import FakeTensorMode, no_new_guards
@@ -88,11 +88,7 @@ class FoldProjections(IdiomPass):
         matches = _Folding(work, mode).fold_all(plans)
         for rule, candidates in planner.candidates.items():
             if candidates:
-                _count(work, rule, matches[rule], len(candidates))
-
-
-def _count(work: Work, rule: str, matches: int, candidates: int) -> None:
-    work.note(lambda graph, name: RuleTried(graph, name, rule, matches, candidates))
+                work.tried(rule, matches[rule], len(candidates))
 
 
 def _why_none(work: Work, linears: list[Linear]) -> str:
@@ -347,7 +343,7 @@ class FoldGates(IdiomPass):
             else:
                 work.refuse(node, refusal, rule=GATE)
         if candidates:
-            _count(work, GATE, matches, candidates)
+            work.tried(GATE, matches, candidates)
 
 
 def _gate_at(node: Node) -> _Gate | None:

@@ -27,7 +27,6 @@ from graphex.analysis import known_equal, node_line
 from graphex.analysis.graphs import argument, arguments, placement, positional
 from graphex.analysis.shapes import canonical_dim
 from graphex.passes.fuse import pays
-from graphex.records import RuleTried
 from graphex.rewrite.base import GraphPass, Motion, Read, Refusal, Work, used_by
 from graphex.rewrite.metadata import inherit_all
 
@@ -67,7 +66,7 @@ class JoinRotaryAndAttention(GraphPass):
             elif norms:
                 self._take_along(work, joined, given, norms)
         if found:
-            work.note(lambda graph, name: RuleTried(graph, name, rule, made, len(found)))
+            work.tried(rule, made, len(found))
 
     def _take_along(self, work: Work, joined: Node, given: dict[str, Any], norms: tuple[HeadNorm, ...]) -> None:
         """The norms of query and key become a part of the op."""

@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 from graphex.analysis import node_line
 from graphex.analysis.graphs import arguments, given_arguments, positional
 from graphex.ops.experts import FEW
-from graphex.passes.experts import called, why_not_alone
+from graphex.passes.experts import NoMatch, called, calls, expect, tried, why_not_alone
 from graphex.passes.fuse import IdiomPass, pays
 from graphex.rewrite.base import Refusal, Work
 from graphex.rewrite.metadata import inherit_all
@@ -78,7 +78,8 @@ class JoinRouters(IdiomPass):
         return bool(graph.find_nodes(op="call_function", target=route))
 
     def apply(self, work: Work) -> None:
-        found = [(node, site) for node in _mixtures(work, "routed_experts") if (site := _chosen_for(node)) is not None]
+        mixtures = _mixtures(work, "routed_experts")
+        found = [(node, site) for node in mixtures if (site := tried(_chosen_for, node)) is not None]
         self.lift(work, ((node, site if (why := site.refusal()) is None else why) for node, site in found))
 
     def replace(self, work: Work, site: JoinedRouter) -> None:
@@ -125,20 +126,18 @@ class JoinedRouter:
         return why_not_alone(self.inner, self.mixture)
 
 
-def _chosen_for(mixture: Any) -> JoinedRouter | None:
+def _chosen_for(mixture: Any) -> JoinedRouter:
     """A mixture whose experts and weights are the flat results of one choice."""
     inner = {mixture}
     choices: list[Any] = []
     for given, number in zip(mixture.args[1:3], (1, 0), strict=True):
         view = called(given, aten.view.default)
-        part = None if view is None else called(view.args[0], operator.getitem)
-        if view is None or part is None or part.args[1] != number:
-            return None
+        part = called(view.args[0], operator.getitem)
+        expect(part.args[1] == number)
         inner |= {view, part}
         choices.append(called(part.args[0], route))
     choice, other = choices
-    if choice is None or choice is not other or choice.kwargs:
-        return None
+    expect(choice is other and not choice.kwargs)
     return JoinedRouter(choice, mixture, inner | {choice})
 
 
@@ -171,28 +170,22 @@ class Router:
 
 def _router(numbers: Any, weights: Any) -> Router | Refusal:
     """The router whose results, flat, are these two."""
-    found = _router_at(numbers, weights)
+    found = tried(_router_at, numbers, weights)
     if found is None:
         return Refusal("its experts are chosen in a form that is not known")
     refusal = why_not_alone(found.inner, *found.ends)
     return found if refusal is None else refusal
 
 
-def _router_at(numbers: Any, weights: Any) -> Router | None:
-    clamp = called(numbers, aten.clamp.default)
+def _router_at(numbers: Any, weights: Any) -> Router:
+    clamp = numbers if calls(numbers, aten.clamp.default) else None
     chosen = called(numbers if clamp is None else clamp.args[0], aten.view.default)
-    values = called(weights, aten.view.default)
-    if chosen is None or values is None:
-        return None
-    chosen, values = called(chosen.args[0], operator.getitem), values.args[0]
-    top = None if chosen is None or chosen.args[1] != 1 else _top(chosen.args[0])
-    if chosen is None or top is None or not isinstance(values, Node) or values.meta["val"].dim() != 2:
-        return None
-    if clamp is not None and not _keeps_all(clamp, top.args[0].meta["val"].shape[-1]):
-        return None
-    found = _of_the_chosen(chosen, values, top) or _of_all(chosen, values, top)
-    if found is not None:
-        found.clamp = clamp
+    chosen, values = called(chosen.args[0], operator.getitem), called(weights, aten.view.default).args[0]
+    expect(chosen.args[1] == 1 and isinstance(values, Node) and values.meta["val"].dim() == 2)
+    top = _top(chosen.args[0])
+    expect(clamp is None or _keeps_all(clamp, top.args[0].meta["val"].shape[-1]))
+    found = tried(_of_the_chosen, chosen, values, top) or _of_all(chosen, values, top)
+    found.clamp = clamp
     return found
 
 
@@ -206,97 +199,85 @@ def _keeps_all(clamp: Any, count: Any) -> bool:
 def _top(node: Any) -> Any:
     """A `topk` along the last dimension, of the largest."""
     top = called(node, aten.topk.default)
-    if top is None or top.kwargs:
-        return None
     given: tuple[Any, ...] = tuple(top.args[2:4])
     dim, largest = given + (-1, True)[len(given) :]
     last = top.args[0].meta["val"].dim() - 1
-    return top if dim in (-1, last) and largest and isinstance(top.args[1], int) else None
+    expect(not top.kwargs and dim in (-1, last) and largest and isinstance(top.args[1], int))
+    return top
 
 
-def _softmax_of(node: Any) -> Any:
-    found = called(node, aten._softmax.default)
-    return found if found is not None and found.args[1] in (1, -1) and found.args[2] is False else None
+def _softmax(node: Any) -> Any:
+    softmax = called(node, aten._softmax.default)
+    expect(softmax.args[1] in (1, -1) and softmax.args[2] is False)
+    return softmax
 
 
-def _of_the_chosen(chosen: Node, values: Node, top: Any) -> Router | None:
+def _of_the_chosen(chosen: Node, values: Node, top: Any) -> Router:
     """`softmax(topk(logits))`"""
-    softmax = _softmax_of(values)
-    best = None if softmax is None else called(softmax.args[0], operator.getitem)
-    if best is None or best.args != (top, 0) or top.args[0].meta["val"].dim() != 2:
-        return None
+    best = called(_softmax(values).args[0], operator.getitem)
+    expect(best.args == (top, 0) and top.args[0].meta["val"].dim() == 2)
     return Router((values, chosen), {values, chosen, best, top}, top.args[0], "chosen", top.args[1])
 
 
-def _of_all(chosen: Node, values: Node, top: Any) -> Router | None:
+def _of_all(chosen: Node, values: Node, top: Any) -> Router:
     """Scores of all logits, of which the best are taken and scaled."""
     inner: set[Node] = {chosen, values, top}
     base, how = _scaled(values, inner)
-    gathered = called(base, aten.gather.default)
-    if gathered is not None and gathered.args[1] in (1, -1) and gathered.args[2] is chosen:
-        scores = gathered.args[0]
-    elif (best := called(base, operator.getitem)) is not None and best.args == (top, 0):
-        scores = None
+    scores = None
+    if calls(base, aten.gather.default) and base.args[1] in (1, -1) and base.args[2] is chosen:
+        scores = base.args[0]
     else:
-        return None
+        expect(called(base, operator.getitem).args == (top, 0))
     inner.add(base)
-    choice, groups = _grouped(top.args[0], inner)
+    choice, groups = tried(_grouped, top.args[0], inner) or (top.args[0], (1, 1))
     bias = None
-    if choice is not scores and scores is not None:
+    if scores is not None and choice is not scores:
         added = called(choice, aten.add.Tensor)
-        if added is None or added.kwargs or added.args[0] is not scores or not isinstance(added.args[1], Node):
-            return None
+        expect(not added.kwargs and added.args[0] is scores and isinstance(added.args[1], Node))
         inner.add(added)
         bias = added.args[1]
-        if tuple(bias.meta["val"].shape) != (scores.meta["val"].shape[1],):
-            return None
-    if scores is None and groups != (1, 1):
-        return None  # what the best groups leave are not the scores
-    found = _scores(choice if scores is None else scores, inner)
-    if found is None:
-        return None
-    logits, kind = found
+        expect(tuple(bias.meta["val"].shape) == (scores.meta["val"].shape[1],))
+    expect(scores is not None or groups == (1, 1))  # what the best groups leave are not the scores
+    logits, kind = _scores(choice if scores is None else scores, inner)
     return Router((values, chosen), inner, logits, kind, top.args[1], bias, *how, *groups)
 
 
 def _scaled(values: Any, inner: set[Node]) -> tuple[Any, tuple[bool, float, float]]:
     """The values that a cast, a factor and a division by their sum are applied to, and which of these there are."""
-    normalised, epsilon, scale = False, 0.0, 1.0
+    epsilon, scale = 0.0, 1.0
     node = values
-    if (cast := called(node, aten._to_copy.default)) is not None and cast.kwargs.keys() <= {"dtype"}:
-        inner.add(cast)
-        node = cast.args[0]
-    if (product := called(node, aten.mul.Tensor)) is not None and isinstance(product.args[1], (int, float)):
-        inner.add(product)
-        node, scale = product.args[0], float(product.args[1])
-    quotient = called(node, aten.div.Tensor)
-    if quotient is None or not isinstance(quotient.args[1], Node):
-        return node, (normalised, epsilon, scale)
-    total, found = quotient.args[1], {quotient}
-    if (added := called(total, aten.add.Tensor)) is not None and isinstance(added.args[1], float) and not added.kwargs:
-        found.add(added)
-        total, epsilon = added.args[0], added.args[1]
-    summed = called(total, aten.sum.dim_IntList)
-    given = None if summed is None else (summed.args[0], [each % 2 for each in summed.args[1]], *summed.args[2:])
-    if summed is None or given != (quotient.args[0], [1], True) or summed.kwargs:
+    if calls(node, aten._to_copy.default) and node.kwargs.keys() <= {"dtype"}:
+        inner.add(node)
+        node = node.args[0]
+    if calls(node, aten.mul.Tensor) and isinstance(node.args[1], (int, float)):
+        inner.add(node)
+        node, scale = node.args[0], float(node.args[1])
+    try:
+        quotient = called(node, aten.div.Tensor)
+        total, found = quotient.args[1], {quotient}
+        if calls(total, aten.add.Tensor) and isinstance(total.args[1], float) and not total.kwargs:
+            found.add(total)
+            total, epsilon = total.args
+        summed = called(total, aten.sum.dim_IntList)
+        given = (summed.args[0], [each % 2 for each in summed.args[1]], *summed.args[2:])
+        expect(given == (quotient.args[0], [1], True) and not summed.kwargs)
+    except NoMatch:
         return node, (False, 0.0, scale)
     inner |= found | {summed}
     return quotient.args[0], (True, epsilon, scale)
 
 
-def _scores(node: Any, inner: set[Node]) -> tuple[Node, str] | None:
+def _scores(node: Any, inner: set[Node]) -> tuple[Node, str]:
     """The logits that scores are made of, and how. They are computed in float32."""
-    softmax, sigmoid = _softmax_of(node), called(node, aten.sigmoid.default)
-    made = softmax if softmax is not None else sigmoid
-    if made is None or made.meta["val"].dtype != torch.float32 or made.meta["val"].dim() != 2:
-        return None
+    softmax = tried(_softmax, node)
+    made = called(node, aten.sigmoid.default) if softmax is None else softmax
+    expect(made.meta["val"].dtype == torch.float32 and made.meta["val"].dim() == 2)
     inner.add(made)
     source = made.args[0]
-    cast = called(source, aten._to_copy.default)
-    if cast is not None and set(cast.kwargs) <= {"dtype", "layout", "device"} and _stays(cast):
-        inner.add(cast)
-        source = cast.args[0]
-    return source, "softmax" if made is softmax else "sigmoid"
+    if calls(source, aten._to_copy.default) and set(source.kwargs) <= {"dtype", "layout", "device"} and _stays(source):
+        inner.add(source)
+        source = source.args[0]
+    return source, "sigmoid" if softmax is None else "softmax"
 
 
 def _stays(cast: Any) -> bool:
@@ -308,35 +289,22 @@ def _stays(cast: Any) -> bool:
 def _grouped(node: Any, inner: set[Node]) -> tuple[Any, tuple[int, int]]:
     """The argument of `masked_fill(choice, not one of the best groups, -inf)`, with the groups and how many stay."""
     filled = called(node, aten.masked_fill.Scalar)
-    if filled is None or filled.args[2] != -math.inf:
-        return node, (1, 1)
-    choice, nodes = filled.args[0], [filled]
-
-    def step(value: Any, target: Any) -> Any:
-        found = called(value, target)
-        if found is not None:
-            nodes.append(found)
-        return None if found is None else found.args[0]
-
-    mask: Any = filled.args[1]
+    expect(filled.args[2] == -math.inf)
+    (choice, mask), nodes = filled.args[:2], [filled]
     for target in (aten.bitwise_not, aten._to_copy, aten.view, aten.clone, aten.expand):
-        mask = step(mask, target.default)
+        nodes.append(called(mask, target.default))
+        mask = mask.args[0]
     spread = called(mask, aten.unsqueeze.default)
-    marked = None if spread is None else called(spread.args[0], aten.scatter.value)
-    zeros = None if marked is None else called(marked.args[0], aten.zeros_like.default)
-    if spread is None or marked is None or zeros is None or marked.args[1] != 1 or marked.args[3] != 1:
-        return node, (1, 1)
-    picked = called(marked.args[2], operator.getitem)
-    top = None if picked is None or picked.args[1] != 1 else _top(picked.args[0])
-    total = None if top is None else called(top.args[0], aten.sum.dim_IntList)
-    pair = None if total is None or list(total.args[1]) != [-1] else called(total.args[0], operator.getitem)
-    two = None if pair is None or pair.args[1] != 0 else _top(pair.args[0])
-    members = None if two is None or two.args[1] != 2 else called(two.args[0], aten.view.default)
-    if members is None or top is None or total is None or pair is None or two is None:
-        return node, (1, 1)
-    if members.args[0] is not choice or members.meta["val"].dim() != 3 or len(total.args) > 2:
-        return node, (1, 1)
-    if spread.args[1] not in (-1, 2) or zeros.args[0] is not total:
-        return node, (1, 1)
+    marked = called(spread.args[0], aten.scatter.value)
+    zeros, picked = called(marked.args[0], aten.zeros_like.default), called(marked.args[2], operator.getitem)
+    expect(marked.args[1] == 1 and marked.args[3] == 1 and picked.args[1] == 1)
+    top = _top(picked.args[0])
+    total = called(top.args[0], aten.sum.dim_IntList)
+    pair = called(total.args[0], operator.getitem)
+    two = _top(pair.args[0])
+    members = called(two.args[0], aten.view.default)
+    expect(list(total.args[1]) == [-1] and len(total.args) == 2 and pair.args[1] == 0 and two.args[1] == 2)
+    expect(members.args[0] is choice and members.meta["val"].dim() == 3)
+    expect(spread.args[1] in (-1, 2) and zeros.args[0] is total)
     inner |= {*nodes, spread, marked, zeros, picked, top, total, pair, two, members}
     return choice, (int(members.meta["val"].shape[1]), int(top.args[1]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,40 +33,27 @@ from graphex.config import CompilerConfig
 from graphex.errors import Refusal as Refusal
 from graphex.ops import SPECS, has_kernel
 from graphex.ops.scope import CORES
-from graphex.records import Certificate, Record, Refused, Rewrote
+from graphex.records import Certificate, Record, Refused, Rewrote, RuleTried
 from graphex.rewrite.metadata import inherit
 from graphex.torch_private.symbolic import pytree
 
 
+@dataclass(eq=False, repr=False)
 class Work:
     """One graph while one pass works on it: the graph, the facts about it, and the pen for the journal."""
 
-    def __init__(
-        self,
-        gm: GraphModule,
-        example_inputs: Sequence[Any],
-        config: CompilerConfig,
-        *,
-        graph_name: str,
-        pass_name: str,
-        write: Callable[[Record], None],
-        aliases: Aliases,
-        phase: str,
-        table: Mapping[Any, Any] | None,
-        fall_back_later: Callable[[str, str, str], None],
-    ) -> None:
-        self.gm = gm
-        self.example_inputs = example_inputs
-        self.config = config
-        self.changes = 0
-        self.remark = ""  # what there is to say about the run as a whole
-        self.phase = phase  # inference, forward, backward or joint
-        self.table = table  # the decompositions the graph was traced with, beyond ours
-        self.fall_back_later = fall_back_later  # for what the pass has built: (what, reason, line) while it runs
-        self._graph_name = graph_name
-        self._pass_name = pass_name
-        self._write = write
-        self.aliases = aliases  # kept up to date by `replace`
+    gm: GraphModule
+    example_inputs: Sequence[Any]
+    config: CompilerConfig
+    phase: str  # inference, forward, backward or joint
+    table: Mapping[Any, Any] | None  # the decompositions the graph was traced with, beyond ours
+    aliases: Aliases  # kept up to date by `replace`
+    fall_back_later: Callable[[str, str, str], None]  # for what the pass has built: (what, reason, line) while it runs
+    _graph_name: str
+    _pass_name: str
+    _write: Callable[[Record], None]
+    changes: int = 0
+    remark: str = ""  # what there is to say about the run as a whole
 
     @property
     def graph(self) -> Graph:
@@ -113,6 +101,10 @@ class Work:
     def note(self, make: Callable[[str, str], Record]) -> None:
         """Write a record of another kind, made from the names of the graph and the pass."""
         self._write(make(self._graph_name, self._pass_name))
+
+    def tried(self, rule: str, matches: int, candidates: int, remark: str = "") -> None:
+        """Take note how often `rule` applied, of how many places where it did or nearly did."""
+        self._write(RuleTried(self._graph_name, self._pass_name, rule, matches, candidates, remark))
 
     def erase(self, node: Node, *, rule: str, because: str) -> None:
         self._record_rewrite(rule, [node], [], because)

@@ -206,18 +206,10 @@ class Runner:
 
     def _apply(self, graph_pass: GraphPass, records: list[Record]) -> tuple[bool, str]:
         """Run the pass and check the graph that it left. Returns whether the graph has changed, and a remark."""
-        work = Work(
-            self.gm,
-            self.example_inputs,
-            self.compilation.config,
-            graph_name=self.graph_name,
-            pass_name=graph_pass.name,
-            write=records.append,
-            aliases=self.aliases,
-            phase=self.phase,
-            table=self.compilation.decompositions,
-            fall_back_later=partial(_fall_back, self.compilation, self.graph_name),
-        )
+        compilation = self.compilation
+        about = self.gm, self.example_inputs, compilation.config, self.phase, compilation.decompositions, self.aliases
+        fall_back_later = partial(_fall_back, compilation, self.graph_name)
+        work = Work(*about, fall_back_later, self.graph_name, graph_pass.name, records.append)
         if not graph_pass.foreign:
             graph_pass.apply(work)
             if work.changes:

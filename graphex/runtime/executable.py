@@ -213,7 +213,7 @@ LARGE = 2**20  # bytes of a result that takes longer to copy than to launch a ke
 
 
 def _held_for_a_step(graph: ExecutableGraph) -> dict[int, OutputKind]:
-    """How outputs get out that are dead before the next call of a usual training loop: they stay where they are.
+    """The kinds of outputs that are dead before the next call of a usual training loop: they stay where they are.
 
     These are gradients, what a forward saves, and large results of it, such as logits whose loss is another graph. A
     value that the user gets and that shares its memory with a saved one, as in eager, is copied.

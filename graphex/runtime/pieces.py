@@ -89,10 +89,6 @@ def _reads_host(node: Node, device: Device) -> bool:
     return any(leaf.dim() for leaf in hosts) or (bool(hosts) and moves_between_devices(node))
 
 
-def _is_sized_by_data(node: Node, device: Device) -> bool:
-    return any(free_unbacked_symbols(each) for each in _sized(node.meta.get("val"), _read(node)))
-
-
 def _picks_by_mask(node: Node, device: Device) -> bool:
     op = operator_of(node)
     return op is not None and op.overloadpacket in _BY_MASK and any(map(_is_mask, node.args[1]))  # type: ignore[arg-type]
@@ -100,14 +96,6 @@ def _picks_by_mask(node: Node, device: Device) -> bool:
 
 def _has_tag(tag: torch.Tag | None) -> Callable[[Node, Device], bool]:
     return lambda node, device: (op := operator_of(node)) is not None and tag is not None and tag in op.tags
-
-
-def _waits_for_stream(node: Node, device: Device) -> bool:
-    return operator_of(node) is torch.ops.graphex.host_wait.default
-
-
-def _communicates(node: Node, device: Device) -> bool:
-    return is_collective(node)
 
 
 def _is_asynchronous(node: Node, device: Device) -> bool:
@@ -123,12 +111,15 @@ def _is_unknown_higher_order(node: Node, device: Device) -> bool:
 _OBSTACLES: tuple[tuple[str, Callable[[Node, Device], bool]], ...] = (
     ("its result is in the memory of the host", _is_on_host),
     ("it reads a tensor in the memory of the host", _reads_host),
-    ("its size depends on data", _is_sized_by_data),
+    (
+        "its size depends on data",
+        lambda node, _: any(map(free_unbacked_symbols, _sized(node.meta.get("val"), _read(node)))),
+    ),
     ("it reads a value back to the host", _has_tag(torch.Tag.data_dependent_output)),
     ("the host waits for what a mask leaves", _picks_by_mask),
     ("it is marked as unsafe to capture", _has_tag(_UNSAFE_TAG)),
-    ("it makes the host wait for a stream", _waits_for_stream),
-    ("it communicates with other processes", _communicates),
+    ("it makes the host wait for a stream", lambda node, _: operator_of(node) is torch.ops.graphex.host_wait.default),
+    ("it communicates with other processes", lambda node, _: is_collective(node)),
     ("it works on after it has returned, or waits for what does", _is_asynchronous),
     ("a {} may decide on the host", _is_unknown_higher_order),
 )

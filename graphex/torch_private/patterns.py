@@ -11,40 +11,18 @@ from typing import TYPE_CHECKING
 from graphex.torch_private.inductor import import_matcher
 from graphex.torch_private.lookup import private
 
-__all__ = [
-    "Arg",
-    "CallFunction",
-    "ExclusiveKeywordArg",
-    "FailedMatch",
-    "Ignored",
-    "KeywordArg",
-    "ListOf",
-    "Match",
-    "MatchContext",
-    "MultiOutputPattern",
-    "OrderedSet",
-    "PatternExpr",
-    "fwd_only",
-    "joint_fwd_bwd",
-]
-
 if TYPE_CHECKING:
-    from torch._inductor.pattern_matcher import (
-        Arg,
-        CallFunction,
-        ExclusiveKeywordArg,
-        FailedMatch,
-        Ignored,
-        KeywordArg,
-        ListOf,
-        Match,
-        MatchContext,
-        MultiOutputPattern,
-        PatternExpr,
-        fwd_only,
-        joint_fwd_bwd,
-    )
-    from torch.utils._ordered_set import OrderedSet
+    from torch._inductor.pattern_matcher import CallFunction as CallFunction
+    from torch._inductor.pattern_matcher import FailedMatch as FailedMatch
+    from torch._inductor.pattern_matcher import Ignored as Ignored
+    from torch._inductor.pattern_matcher import KeywordArg as KeywordArg
+    from torch._inductor.pattern_matcher import Match as Match
+    from torch._inductor.pattern_matcher import MatchContext as MatchContext
+    from torch._inductor.pattern_matcher import MultiOutputPattern as MultiOutputPattern
+    from torch._inductor.pattern_matcher import PatternExpr as PatternExpr
+    from torch._inductor.pattern_matcher import fwd_only as fwd_only
+    from torch._inductor.pattern_matcher import joint_fwd_bwd as joint_fwd_bwd
+    from torch.utils._ordered_set import OrderedSet as OrderedSet
 else:
     with suppress(ImportError):
         import_matcher()
@@ -54,13 +32,10 @@ else:
         def __init__(self, *args, **kwargs):
             super().__init__()
 
-    Arg = private("torch._inductor.pattern_matcher.Arg", _Unmatched, lost=_NO_RULES)
     CallFunction = private("torch._inductor.pattern_matcher.CallFunction", _Unmatched, lost=_NO_RULES)
-    ExclusiveKeywordArg = private("torch._inductor.pattern_matcher.ExclusiveKeywordArg", _Unmatched, lost=_NO_RULES)
     FailedMatch = private("torch._inductor.pattern_matcher.FailedMatch", _Unmatched, lost=_NO_RULES)
     Ignored = private("torch._inductor.pattern_matcher.Ignored", _Unmatched, lost=_NO_RULES)
     KeywordArg = private("torch._inductor.pattern_matcher.KeywordArg", _Unmatched, lost=_NO_RULES)
-    ListOf = private("torch._inductor.pattern_matcher.ListOf", _Unmatched, lost=_NO_RULES)
     Match = private("torch._inductor.pattern_matcher.Match", _Unmatched, lost=_NO_RULES)
     MatchContext = private("torch._inductor.pattern_matcher.MatchContext", _Unmatched, lost=_NO_RULES)
     MultiOutputPattern = private("torch._inductor.pattern_matcher.MultiOutputPattern", _Unmatched, lost=_NO_RULES)

@@ -18,30 +18,15 @@ import torch
 
 from graphex.torch_private.lookup import private
 
-__all__ = [  # those of torch, as they are
-    "FakeTensor",
-    "FakeTensorMode",
-    "ShapeEnv",
-    "detect_fake_mode",
-    "free_symbols",
-    "free_unbacked_symbols",
-    "guard_or_false",
-    "is_traceable_wrapper_subclass",
-    "pytree",
-    "statically_known_true",
-]
-
-
 if TYPE_CHECKING:
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import (
-        ShapeEnv,
-        free_symbols,
-        free_unbacked_symbols,
-        guard_or_false,
-        statically_known_true,
-    )
+    from torch._guards import detect_fake_mode as detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
+    from torch.fx.experimental.symbolic_shapes import guard_or_false as guard_or_false
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 else:
     detect_fake_mode = private("torch._guards.detect_fake_mode")
     FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
@@ -287,8 +272,10 @@ def multiple_of(size: Any, symbol: Any) -> int | None:
 
 
 if TYPE_CHECKING:
-    from torch.utils import _pytree as pytree
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils import _pytree
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+    pytree = _pytree
 else:
     pytree = private("torch.utils._pytree")
     is_traceable_wrapper_subclass = private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")

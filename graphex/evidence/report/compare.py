@@ -22,7 +22,7 @@ from typing import Any
 
 from graphex.errors import count_of
 from graphex.evidence.report.page import FORMAT
-from graphex.evidence.report.summary import device_ops, rule_counts
+from graphex.evidence.report.summary import Sentence, device_ops, rule_counts, sentence
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
 _FOLLOWS = "reuse_dead_memory"
@@ -72,7 +72,7 @@ def _of_two_models(before: dict[str, Any], after: dict[str, Any], why: str) -> d
     told = [f"These are reports of different models: {why}. Compare two reports of one model."]
     told += [_about_model(which, data) for which, data in (("first", before), ("second", after))]
     nothing = {"numbers": [], "rules": [], "lost": [], "won": [], "slower": [], "reasons": {"gone": [], "new": []}}
-    summary = [_sentence("bad" if place == 0 else "plain", text) for place, text in enumerate(told)]
+    summary = [sentence("bad" if place == 0 else "plain", text) for place, text in enumerate(told)]
     return {"changed": [], "model_changes": [], "summary": summary, **nothing}
 
 
@@ -149,7 +149,7 @@ def _module_counts(data: dict[str, Any]) -> Counter[str]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Those that are not inside of another."""
+    """The paths that are not inside of another."""
     outer: dict[str, str] = {}
     for path in sorted(paths, key=lambda each: each.count(".")):
         place = path.partition(" (")[0]
@@ -351,26 +351,26 @@ def _summary(
     lost: list[dict[str, Any]],
     won: list[dict[str, Any]],
     slower: list[dict[str, Any]],
-) -> list[dict[str, str]]:
+) -> list[Sentence]:
     gone, gained = (sum(site["times"] for site in sites) for sites in (lost, won))
     lost_text = f"{count_of(gone, 'rewrite')} lost, {gained} won"
     edits = model_changes(before, after)
     counts = list(_device_op_sentences(before, after, is_neutral=bool(slower or edits), is_lost=bool(gone)))
     is_worse = any(each["tone"] == "bad" for each in counts)
-    sentences = [_sentence("bad" if gone else "plain" if is_worse else "good", f"{lost_text}.")]
+    sentences = [sentence("bad" if gone else "plain" if is_worse else "good", f"{lost_text}.")]
     if edits:
         told = f"The models differ: {'; '.join(edits)}."
-        sentences = [_sentence("bad", told)]
-        sentences.append(_sentence("bad" if gone else "plain", f"{lost_text}, of those in modules that both have."))
+        sentences = [sentence("bad", told)]
+        sentences.append(sentence("bad" if gone else "plain", f"{lost_text}, of those in modules that both have."))
     sentences += _causes(_changed(before, after), lost)
-    sentences += [_sentence("bad", _lost_text(site)) for site in lost]
-    sentences += [_sentence("plain", _slower_text(site)) for site in slower]
+    sentences += [sentence("bad", _lost_text(site)) for site in lost]
+    sentences += [sentence("plain", _slower_text(site)) for site in slower]
     return [*sentences, *counts]
 
 
 def _device_op_sentences(
     before: dict[str, Any], after: dict[str, Any], *, is_neutral: bool, is_lost: bool
-) -> Iterator[dict[str, str]]:
+) -> Iterator[Sentence]:
     """How many ops run here; and, where some rewrites are previews, on a device with kernels for them."""
     graphs = before["graphs"], after["graphs"]
     here, elsewhere = ([device_ops(each, count) for each in graphs] for count in ("computes", "elsewhere"))
@@ -380,25 +380,21 @@ def _device_op_sentences(
     tone = "plain" if compared or is_neutral else "bad" if here[1] > here[0] else "good"
     of = ", which says little of models that differ" if model_changes(before, after) else ""
     also = "" if is_lost else ": more than before, although no rewrite was lost"
-    yield _sentence(tone, f"{count_of(here[0], 'device op')} -> {here[1]}{where}{of}{also if tone == 'bad' else ''}.")
+    yield sentence(tone, f"{count_of(here[0], 'device op')} -> {here[1]}{where}{of}{also if tone == 'bad' else ''}.")
     if compared and elsewhere != here:
         tone = "plain" if is_neutral else "bad" if elsewhere[1] > elsewhere[0] else "good"
         counts = (
             f"{count_of(elsewhere[0], 'device op')} -> {elsewhere[1]} on a device with kernels for the ops of graphex"
         )
-        yield _sentence(tone, f"A preview: {counts}{also if tone == 'bad' else ''}.")
+        yield sentence(tone, f"A preview: {counts}{also if tone == 'bad' else ''}.")
     if compared:
-        yield _sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
+        yield sentence("plain", "Both reports were asked for previews, so they count as rewrites. None runs here.")
         return
     for which, count in zip(("first", "second"), previews, strict=True):
         if count:
             what = "rewrite" if count == 1 else "rewrites"
             text = f"Previews in the {which} report: {count} {what} that this device has no kernels for. "
-            yield _sentence("plain", f"{text}They do not run here and are neither lost nor won.")
-
-
-def _sentence(tone: str, text: str) -> dict[str, str]:
-    return {"tone": tone, "text": text}
+            yield sentence("plain", f"{text}They do not run here and are neither lost nor won.")
 
 
 def _lost_text(site: dict[str, Any]) -> str:
@@ -422,7 +418,7 @@ def _times(site: dict[str, Any]) -> str:
     return f" ({counted}, {places[0]} to {places[-1]})"
 
 
-def _causes(changed: list[dict[str, str]], lost: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _causes(changed: list[dict[str, str]], lost: list[dict[str, Any]]) -> list[Sentence]:
     """A differing option is the likely cause of a loss; else a differing version is; without a loss, neither."""
     options = [each for each in changed if each["what"] == "option"]
     versions = [each for each in changed if each["what"] == "version"]
@@ -430,12 +426,10 @@ def _causes(changed: list[dict[str, str]], lost: list[dict[str, Any]]) -> list[d
     for each in options:
         head = "Likely cause: the option" if lost else "The option"
         told.append(
-            _sentence(
-                "bad" if lost else "plain", f"{head} {each['name']} was {each['before']}, is {each['after']} now."
-            )
+            sentence("bad" if lost else "plain", f"{head} {each['name']} was {each['before']}, is {each['after']} now.")
         )
     if versions:
         head = "Likely cause: a change of" if lost and not options else "Also different:"
         said = ", ".join(f"{each['name']} ({each['before']} -> {each['after']})" for each in versions)
-        told.append(_sentence("bad" if lost and not options else "plain", f"{head} {said}."))
+        told.append(sentence("bad" if lost and not options else "plain", f"{head} {said}."))
     return told

@@ -36,7 +36,7 @@ import torch
 
 from graphex.debug.history import CompiledGraphFacts, GraphHistory, NodeFacts, Snapshots, history_of
 from graphex.evidence.report.page import FORMAT
-from graphex.evidence.report.summary import rule_counts, summarise, title_of
+from graphex.evidence.report.summary import Sentence, rule_counts, sentence, summarise, title_of
 from graphex.evidence.tables import has_training, step_parts
 from graphex.records import (
     GraphBroke,
@@ -98,6 +98,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
                 files.setdefault(record.file, set()).add(int(found[1]))
         if has_training(journal):
             training.append([asdict(part) for part in step_parts(journal)])
+    rules = [each["rule"] for graph in graphs for each in (*graph["rewrites"], *graph["rules"])]
     data: Data = {
         "format": FORMAT,
         "kind": "report",
@@ -107,7 +108,7 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
         "compile_time": spent.stages(),
         "facts": facts,
         "graphs": graphs,
-        "titles": {each["rule"]: title_of(each["rule"]) for graph in graphs for each in _with_rules(graph)},
+        "titles": {rule: title_of(rule) for rule in rules},
         "fallbacks": general,
         "breaks": breaks,
         "training": training,
@@ -119,17 +120,13 @@ def report_data(title: str, journals: Iterable[Journal], *, compile_id: str | No
     return data
 
 
-def _with_rules(graph: Data) -> list[Data]:
-    return [*graph["rewrites"], *graph["rules"]]
-
-
-def _idle_rules(graphs: list[Data]) -> list[Data]:
+def _idle_rules(graphs: list[Data]) -> list[Sentence]:
     """A sentence for each of the user's rules that found no candidate in any graph, because its ops are absent."""
     counts = rule_counts(graphs)
     remarks = {tried["rule"]: tried["remark"] for graph in graphs for tried in graph["rules"] if tried["remark"]}
     idle = [rule for rule, (_, candidates) in counts.items() if not candidates]
     said = [(rule, remarks.get(rule) or "no place in the graph looks like it") for rule in idle]
-    return [{"tone": "bad", "text": f"{rule} found nothing to fuse: {remark}."} for rule, remark in said]
+    return [sentence("bad", f"{rule} found nothing to fuse: {remark}.") for rule, remark in said]
 
 
 def _all_graphs(journal: Journal, history: GraphHistory) -> list[GraphCompiled]:
@@ -348,10 +345,10 @@ _LINE = re.compile(r"([\w.-]+\.py):(\d+)")
 Link = dict[str, Any]
 
 
-def with_links(sentences: list[dict[str, Any]], data: dict[str, Any]) -> list[dict[str, Any]]:
+def with_links(sentences: Iterable[Sentence], data: dict[str, Any]) -> list[dict[str, Any]]:
     """The sentences, each with its links in the order of the text; none overlap."""
     known = _Known(data)
-    return [{**sentence, "links": _without_overlaps(known.links(sentence["text"]))} for sentence in sentences]
+    return [{**each, "links": _without_overlaps(known.links(each["text"]))} for each in sentences]
 
 
 def _without_overlaps(links: Iterator[Link]) -> list[Link]:
@@ -460,7 +457,8 @@ class CompileTime:
     frames: dict[FrameTimes, None] = field(default_factory=dict)
 
     def add(self, graph: GraphCompiled, made: CompiledGraphFacts | None, journal: Journal) -> None:
-        self.ours["capture"] += sum(each.seconds for each in journal.captures if _is_of(each.graph, graph, journal))
+        captures = (each for each in journal.captures if journal.pieces.get(each.graph, each.graph) == graph.graph)
+        self.ours["capture"] += sum(each.seconds for each in captures)
         if graph.graph in journal.versions:
             self.ours[VERSIONS] += sum(ran.seconds for ran in journal.passes if ran.graph == graph.graph)
         if made is None:
@@ -484,7 +482,3 @@ class CompileTime:
             **{stage: self.ours[stage] for stage in (*STAGES, "capture", VERSIONS)},
         }
         return [{"stage": stage, "seconds": spent} for stage, spent in seconds.items() if spent]
-
-
-def _is_of(name: str, graph: GraphCompiled, journal: Journal) -> bool:
-    return journal.pieces.get(name, name) == graph.graph

@@ -39,14 +39,14 @@ Sentence = dict[str, str]
 
 
 def summarise(data: dict[str, Any]) -> list[Sentence]:
-    found = _compiled(data) if data["graphs"] else [_sentence("bad", "Nothing was compiled with graphex.")]
+    found = _compiled(data) if data["graphs"] else [sentence("bad", "Nothing was compiled with graphex.")]
     return [*_different(data), *found, *_given_up(data), *_fallbacks(data), *_compared(data)]
 
 
 def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     graphs = data["graphs"]
     now, called = as_they_run(graphs), [graph for graph in graphs if not graph["instead"]]
-    seconds = (data.get("facts") or {}).get("seconds") or {}
+    seconds = data["facts"].get("seconds", {})
     yield from _mismatches(called)
     yield from _origins([graph for graph in graphs if not graph["version_of"]])
     yield from _ops(now)
@@ -126,7 +126,7 @@ def rule_counts(graphs: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {rule: (matches[rule], candidates[rule]) for rule in candidates}
 
 
-def _sentence(tone: str, text: str) -> Sentence:
+def sentence(tone: str, text: str) -> Sentence:
     return {"tone": tone, "text": text}
 
 
@@ -139,7 +139,7 @@ def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     compiled = count_of(len(graphs), "graph")
     broken, again = count_of(len(breaks), "graph break"), count_of(len(recompilations), "recompilation")
     why = " and ".join(text for text, found in ((broken, breaks), (again, recompilations)) if found)
-    yield _sentence("bad", f"{compiled}, because of {why}.")
+    yield sentence("bad", f"{compiled}, because of {why}.")
     yield from _at_most(_broken(each) for each in breaks.values())
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in recompilations:  # one size that changed makes every graph of a function again
@@ -151,7 +151,7 @@ def _origins(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
 def _broken(each: dict[str, Any]) -> Sentence:
     place, _, code = each["line"].partition(": ")
     code = f": {code.rstrip(':')}" if code else ""
-    return _sentence("bad", f"Graph break at {place} ({each['cause']}){code}.{_hint(each)}")
+    return sentence("bad", f"Graph break at {place} ({each['cause']}){code}.{_hint(each)}")
 
 
 def _hint(each: dict[str, Any]) -> str:
@@ -160,16 +160,16 @@ def _hint(each: dict[str, Any]) -> str:
 
 def _recompiled(group: list[dict[str, Any]]) -> Sentence:
     others = "" if len(group) == 1 else f", and {len(group) - 1} more for the same change"
-    return _sentence("bad", f"Recompiled '{group[0]['earlier']}' because {group[0]['reason']}{others}.")
+    return sentence("bad", f"Recompiled '{group[0]['earlier']}' because {group[0]['reason']}{others}.")
 
 
 def _given_up(data: dict[str, Any]) -> Iterator[Sentence]:
     """Functions that Dynamo gives up on."""
-    found = {(each["function"], each["line"]): each for each in data.get("breaks", ())}
+    found = {(each["function"], each["line"]): each for each in data["breaks"]}
     for each in found.values():
         place = each["line"].partition(": ")[0]
         broke = f"graph break{f' at {place}' if place else ''} ({each['cause']}).{_hint(each)}"
-        yield _sentence("bad", f"'{each['function']}' runs in eager: {broke}")
+        yield sentence("bad", f"'{each['function']}' runs in eager: {broke}")
 
 
 def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
@@ -177,19 +177,19 @@ def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
     every = list(sentences)
     yield from every[:_MOST]
     if len(every) > _MOST:
-        yield _sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
+        yield sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
 
 
 def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
         fewer = device_ops(shown) < device_ops(shown, "given")
-        yield _sentence("good" if fewer else "plain", _ops_text(compilations(shown)))
+        yield sentence("good" if fewer else "plain", _ops_text(compilations(shown)))
         if device_ops(shown, "elsewhere") < device_ops(shown):
             groups = compilations(shown)
             most = max(groups, key=device_ops)
             which = f"; the largest of {len(groups)} graphs" if len(groups) > 1 else ""
-            yield _sentence(
+            yield sentence(
                 "plain",
                 f"A preview: {count_of(device_ops(most, 'elsewhere'), 'device op')} on a device with kernels for the "
                 f"ops of graphex{which}. {_devices(shown)} has none and runs their references op by op.",
@@ -251,7 +251,7 @@ def _broken_passes(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for (name, status, reason), where in found.items():
         what = "was rolled back" if status == "rolled back" else status
         times = f" in {len(where)} graphs" if len(where) > 1 else ""
-        yield _sentence("bad", f"Pass '{name}' {what}{times}: {reason}.")
+        yield sentence("bad", f"Pass '{name}' {what}{times}: {reason}.")
 
 
 def _devices(graphs: list[dict[str, Any]]) -> str:
@@ -269,12 +269,12 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         return
     if fused:
         is_grown = any(ran["name"] == _GROWN for graph in graphs for ran in graph["passes"])
-        is_lost = is_grown and not any(each.get("inlined") for each in _regions_in_use(graphs))
+        is_lost = is_grown and not any(each["inlined"] for each in _regions_in_use(graphs))
         lost = ", and it keeps the ops out of compiled code" if is_lost else ""
         said = f"What is fused here is a preview, and no faster on the CPU{lost}"
-        yield _sentence("plain", f"{said}: leave lift_idioms at 'auto' to run here.")
+        yield sentence("plain", f"{said}: leave lift_idioms at 'auto' to run here.")
     elif not made:
-        yield _sentence(
+        yield sentence(
             "plain",
             "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops. "
             "Expect 0.85 to 1.0 times the speed of eager.",
@@ -290,7 +290,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             continue
         left_out = _left_out(graphs, rule)
         if left_out == candidates:
-            yield _sentence("bad", f"0 of {candidates} {title_of(rule)} sites: left out by verification.")
+            yield sentence("bad", f"0 of {candidates} {title_of(rule)} sites: left out by verification.")
             continue
         others = candidates - matches - left_out
         missed = _why_not(graphs, rule, matches, others) if others else ""
@@ -303,7 +303,7 @@ def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         text = f"{matches} of {candidates} {title_of(rule)} sites{within} fused{preview}{missed}."
         # A rule of ours is about pairs. A half that stands alone, as the first norm of a model does, is no fault.
         idle = "plain" if rule in ours and not (matches and _can_be_helped(graphs, rule)) else "bad"
-        yield _sentence(("plain" if previews else "good") if matches == candidates else idle, text)
+        yield sentence(("plain" if previews else "good") if matches == candidates else idle, text)
 
 
 def _is_no_use(graphs: list[dict[str, Any]], rule: str) -> bool:
@@ -371,10 +371,10 @@ def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for (reason, where), names in alike.items():
         within = "" if len(where) == len(graphs) else f" in '{where[0]}'{_others(where)}"
         if reason != NO_KERNELS:
-            yield _sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
+            yield sentence("plain", f"{' and '.join(names)} changed nothing{within}: {reason}.")
     if idle := sorted(name for name, reason in said if reason == NO_KERNELS):
         text = f"graphex's own kernels need a CUDA GPU, so its fused ops are not used here ({', '.join(idle)})."
-        yield _sentence("plain", text)
+        yield sentence("plain", text)
 
 
 def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -385,11 +385,11 @@ def _input_updates(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         moved = _bytes_a_call(graphs, lambda graph: sum(each["bytes_moved"] for each in _writes(graph["refusals"])))
         worst = max(refused, key=lambda each: each["bytes_moved"])
         count = f"{len(refused)} of {count_of(total, 'input update')} still copied"
-        yield _sentence("bad", f"{count}, {moved} a call, because {worst['reason']}.")
+        yield sentence("bad", f"{count}, {moved} a call, because {worst['reason']}.")
     elif made:
         saved = _bytes_a_call(graphs, lambda graph: sum(map(_bytes_saved, _writes(graph["rewrites"]))))
         all_ = "The input update is" if total == 1 else f"All {total} input updates are"
-        yield _sentence("good", f"{all_} written in place, which saves copying {saved} in every call.")
+        yield sentence("good", f"{all_} written in place, which saves copying {saved} in every call.")
 
 
 def _writes(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -407,7 +407,7 @@ def _memory(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if before:
         tone = "good" if after < before else "plain"
         of = f", in '{name}', the largest of {len(found)} graphs" if len(found) > 1 else ""
-        yield _sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}{of}.")
+        yield sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}{of}.")
 
 
 def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -419,12 +419,12 @@ def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     if captured:
         again = f" ({counts['recaptured']} of them again)" if counts["recaptured"] else ""
         replays = count_of(counts["replays"], "time")
-        yield _sentence("good", f"{count_of(captured, 'device graph')} captured{again}, replayed {replays}.")
+        yield sentence("good", f"{count_of(captured, 'device graph')} captured{again}, replayed {replays}.")
     cuts = [cut for graph in graphs for cut in graph["cuts"]]
     if cuts:
         ops = sum(cut["ops"] for cut in cuts)
         run = f"{count_of(ops, 'op')} {'runs' if ops == 1 else 'run'} outside of device graphs"
-        yield _sentence("bad", f"{run}{'; the first' if ops > 1 else ','} because {cuts[0]['reason']}.")
+        yield sentence("bad", f"{run}{'; the first' if ops > 1 else ','} because {cuts[0]['reason']}.")
     said: dict[tuple[str, str], list[str]] = {}
     for graph in graphs:
         told = tuple(each["reason"] for each in (*graph["verifications"], *graph["passes"]) if each["reason"])
@@ -432,7 +432,7 @@ def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             if not each["reason"].startswith(told):  # the sentence about the verdict, or the pass, says it
                 said.setdefault((each["what"], each["reason"]), []).append(graph["name"])
     for (what, reason), names in said.items():
-        yield _sentence("bad", f"{names[0]}{_others(dict.fromkeys(names))}: {what}: {reason}.")
+        yield sentence("bad", f"{names[0]}{_others(dict.fromkeys(names))}: {what}: {reason}.")
 
 
 def _mismatches(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -442,7 +442,7 @@ def _mismatches(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
             script = f" Run {verdict['repro']} to see it." if verdict["repro"] else ""
             blamed = f" by {verdict['blamed']}" if verdict["blamed"] else ""
             out = f", which {'were' if len(verdict['rules']) > 1 else 'was'} left out" if verdict["runs"] else ""
-            yield _sentence("bad", f"Verification: mismatch{blamed}{out}: {verdict['reason']}.{script}")
+            yield sentence("bad", f"Verification: mismatch{blamed}{out}: {verdict['reason']}.{script}")
 
 
 def _verified(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -450,17 +450,17 @@ def _verified(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     asked = [graph["verifications"] for graph in graphs if graph["verifications"]]
     refused = [[verdict for verdict in verdicts if verdict["status"] == "refused"] for verdicts in asked]
     for reason in dict.fromkeys(verdict["reason"] for verdicts in refused for verdict in verdicts):
-        yield _sentence("bad", f"Not verified: {reason}.")
+        yield sentence("bad", f"Not verified: {reason}.")
     equal = sum(not verdicts for verdicts in refused)
     if equal:
         wrong = [each["blamed"] for verdicts in asked for each in verdicts if each["status"] == "mismatch"]
         without = f", without {' and '.join(dict.fromkeys(wrong))}" if wrong else ""
-        yield _sentence("good", f"Verified: {equal} of {len(asked)} graphs equal the original{without}.")
+        yield sentence("good", f"Verified: {equal} of {len(asked)} graphs equal the original{without}.")
 
 
 def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
     for each in data["fallbacks"]:
-        yield _sentence("bad", f"{each['what']}: {each['reason']}.")
+        yield sentence("bad", f"{each['what']}: {each['reason']}.")
 
 
 def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
@@ -475,24 +475,24 @@ def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Senten
         groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
         gain = _gain(groups, "" if is_timed else _not_eager(graphs))
-        yield _sentence(
+        yield sentence(
             "plain" if gain.endswith(_UNKNOWN) else "good",
             f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
         )
     if slower := len(tried) - len(used):
         what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
         busy = _busy(each for each in tried if not each["region"])
-        yield _sentence("plain", f"{what}, which run instead.{busy}")
+        yield sentence("plain", f"{what}, which run instead.{busy}")
     if tried:
         took = f"Compiling regions took {seconds:.1f} s"
-        yield _sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
+        yield sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
         outside.setdefault(each["reason"], []).append(each)
     for reason, borders in outside.items():
         count = sum(each["count"] for each in borders)
         ops = f"{borders[0]['op']}" if count == 1 else f"{borders[0]['op']} and {count - 1} more"
-        yield _sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
+        yield sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
 
 
 def _regions_in_use(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -500,7 +500,7 @@ def _regions_in_use(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _busy(measured: Iterable[dict[str, Any]]) -> str:
-    return _BUSY if any(each.get("doubtful") for each in measured) else ""
+    return _BUSY if any(each["doubtful"] for each in measured) else ""
 
 
 def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
@@ -543,7 +543,7 @@ def _whole_call(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iter
     what = "A single forward" if any(graph["phase"] == "forward" for graph in graphs) else "A single call"
     why = ": torch's guards take longer than graphex can gain in so short a call" if eager < min(ours, _SHORT) else ""
     tone = "good" if ours < eager else "plain"
-    yield _sentence(tone, f"{what} takes {_time(ours)} with graphex and {_time(eager)} in eager{why}.")
+    yield sentence(tone, f"{what} takes {_time(ours)} with graphex and {_time(eager)} in eager{why}.")
 
 
 def _factor(value: float) -> str:
@@ -561,10 +561,10 @@ def _records(graphs: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def _different(data: dict[str, Any]) -> Iterator[Sentence]:
     """The differences from eager that are no rounding, which come before everything else, and how to find the cause."""
     rounding = _rounding(data)
-    found = [each for each in (data.get("facts") or {}).get("differences", ()) if each not in rounding]
+    found = [each for each in data["facts"].get("differences", ()) if each not in rounding]
     yield from _told("Different from eager", found, "bad")
     if found and data["graphs"] and not any(graph["verifications"] for graph in data["graphs"]):
-        yield _sentence("bad", "Set verify=True to find the rule or the pass to blame.")
+        yield sentence("bad", "Set verify=True to find the rule or the pass to blame.")
 
 
 def _compared(data: dict[str, Any]) -> Iterator[Sentence]:
@@ -574,25 +574,25 @@ def _compared(data: dict[str, Any]) -> Iterator[Sentence]:
         value, found, error = rounding[0].partition(": values differ by up to ")
         largest = f"largest difference {error} ({value})" if found else rounding[0]
         more = f", and {len(rounding) - 1} more" if len(rounding) > 1 else ""
-        yield _sentence(
+        yield sentence(
             "plain",
             f"Equal to eager within rounding, {largest}{more}. {' and '.join(causes)} add and multiply in another "
             f"order; {' with '.join(causes.values())} rounds as eager does.",
         )
-    unknown = (data.get("facts") or {}).get("not_compared", ())
+    unknown = data["facts"].get("not_compared", ())
     yield from _told("Not compared with eager", [f"{each['what']}: {each['reason']}" for each in unknown], "plain")
 
 
 def _rounding(data: dict[str, Any]) -> Sequence[str]:
     """The differences that rounding explains: none where everything that runs rounds as eager does."""
-    return (data.get("facts") or {}).get("rounding", ()) if _other_rounding(data["graphs"]) else ()
+    return data["facts"].get("rounding", ()) if _other_rounding(data["graphs"]) else ()
 
 
 def _told(title: str, found: list[str], tone: str) -> Iterator[Sentence]:
     for said in found[:_MOST]:
-        yield _sentence(tone, f"{title}: {said}.")
+        yield sentence(tone, f"{title}: {said}.")
     if len(found) > _MOST:
-        yield _sentence(tone, f"{title}: {len(found) - _MOST} more.")
+        yield sentence(tone, f"{title}: {len(found) - _MOST} more.")
 
 
 def _other_rounding(graphs: list[dict[str, Any]]) -> dict[str, str]:

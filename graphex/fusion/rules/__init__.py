@@ -11,12 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Graph
 
+from graphex.analysis.inplace_variants import Handle
 from graphex.config import AnyRule, CompilerConfig
 from graphex.fusion.calls import op_of
 
@@ -101,9 +103,9 @@ class Registry:
     def __init__(self) -> None:
         self._rules: list[AnyRule] = []
 
-    def add(self, rule: AnyRule) -> Handle:
+    def add(self, rule: AnyRule) -> RuleHandle:
         self._rules.append(rule)
-        return Handle(self, rule)
+        return RuleHandle(self, rule)
 
     def discard(self, rule: AnyRule) -> None:
         self._rules = [other for other in self._rules if other is not rule]
@@ -115,37 +117,20 @@ class Registry:
         return len(self._rules)
 
 
-class Handle:
-    """A registration. `remove()` takes it back; as a context manager it does so at the end of the block.
-
-    A handle of a duplicate that was skipped is false, and removing it does nothing.
-    """
+class RuleHandle(Handle):
+    """The registration of a rule. That of a duplicate that was skipped is false, and removing it does nothing."""
 
     def __init__(self, registry: Registry, rule: AnyRule, *, skipped: bool = False) -> None:
-        self._registry = registry
-        self._skipped = skipped
-        self.rule = rule
+        text = f"rule {rule.name!r}{', skipped' if skipped else ''}"
+        super().__init__(text, (lambda: None) if skipped else partial(registry.discard, rule))
+        self.rule, self._skipped = rule, skipped
 
     @property
     def name(self) -> str:
         return self.rule.name
 
-    def remove(self) -> None:
-        """Take the registration back. Models that are compiled already keep what was done to them."""
-        if not self._skipped:
-            self._registry.discard(self.rule)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
     def __bool__(self) -> bool:
         return not self._skipped
-
-    def __repr__(self) -> str:
-        return f"Handle({self.name!r}{', skipped' if self._skipped else ''})"
 
 
 process_rules = Registry()
