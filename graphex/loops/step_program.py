@@ -201,6 +201,8 @@ class TrainStep:
                 self._begin(args, kwargs)
             if method := self._state.found.replaced_method:
                 self._compile_again(method)
+            if self._is_off and self._state.is_prepared and self._state.has_other_groups():
+                self._prepare()  # a scaler takes groups with fused kernels, or groups without, and no mixture
             try:
                 return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
             except RuntimeError as error:

@@ -332,6 +332,8 @@ class StepState:
         for optimizer, state, groups in self._owners:
             if optimizer.state is not state or optimizer.param_groups is not groups:
                 return f"the state of {type(optimizer).__name__} was replaced"
+        if self.has_other_groups():
+            return "the groups of an optimizer are others"
         if not all(_identical(group["params"], before) for group, before in self._members):
             return "the parameters of an optimizer are others"
         if any(
@@ -342,6 +344,15 @@ class StepState:
         if len(self._states) != sum(len(each) for owner in self.found.optimizers for each in owner.state.values()):
             return "the state of an optimizer grew"
         return ""
+
+    def has_other_groups(self) -> bool:
+        """Whether an optimizer has got a group since `look_again`, or has them in another order."""
+        groups = list(chain.from_iterable(each.param_groups for each in self.found.optimizers))
+        return not _identical(groups, [group for group, _ in self._members])
+
+    @property
+    def is_prepared(self) -> bool:
+        return bool(self._rates)
 
     def values(self) -> dict[str, Hashable]:
         """Everything of the host that a captured step holds for, by name."""
