@@ -429,6 +429,7 @@ class TrainStep:
         def before_step(optimizer: Optimizer) -> None:
             late.append(bool(deferred))
             sparse.append(self._state.has_sparse_gradients(optimizer))
+            self._state.before_fused_step(optimizer)
             if not any(optimizer is each for each in self._state.found.optimizers):
                 unknown.append(optimizer)
 
@@ -478,7 +479,8 @@ class TrainStep:
             self._put_off = before
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
-        return detached(self._call_openly([], args, kwargs))
+        with inside(_STEPS, self._state.before_fused_step):
+            return detached(self._call_openly([], args, kwargs))
 
     # -- capture and replay ------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ def made_capturable(optimizer: Optimizer) -> list[str]:
 
 def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], tensors: list[Tensor]) -> bool:
     chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+    chosen = chosen or group.get("dampening")  # of the first gradient, nothing is damped: `before_fused_step`
     is_known = type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
     return is_known and _is_laid_out_alike(optimizer, tensors)
 
@@ -450,6 +451,21 @@ class StepState:
             return False
         self._give_back(optimizer)
         return True
+
+    def before_fused_step(self, optimizer: Optimizer) -> None:
+        """Let a momentum that is not there yet be zeros. A fused kernel takes those of all parameters or of none, and
+        leaves new ones as they are, unwritten, if gradients are infinite.
+        """
+        for group in self._fused_here(optimizer):
+            if not (group["fused"] and group.get("momentum")):
+                continue
+            missing = [each for each in group["params"] if each.grad is not None]
+            missing = [each for each in missing if optimizer.state[each].get("momentum_buffer") is None]
+            if missing and group["dampening"]:
+                self._give_back(optimizer)
+                return
+            for each in missing:
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
 
     def _fused_here(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """The groups of an optimizer that `prepare` has chosen fused kernels for."""

@@ -1658,6 +1658,40 @@ def test_a_group_that_comes_later_is_scaled_as_the_others(reads, where):
     same_state(trained_with_one_more(graphex.train_step(compile=False)), trained_with_one_more(lambda step: step))
 
 
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning", "ignore:.*deterministic")
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_begins_with_the_first_gradient_that_is_used(dampening, reads, where):
+    """Gradients of the first step are infinite, and a layer is trained from the seventh step on."""
+
+    def trained_from_late_on(decorate: Callable[..., Any]) -> nn.Module:
+        model = model_on(where, mlp)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        scaler = torch.amp.GradScaler(where, init_scale=4.0)
+
+        @decorate
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return float(loss) if reads else loss
+
+        for number, (x, y) in enumerate(points(where)):
+            model[0].requires_grad_(number > 5)
+            step(x if number else x * math.inf, y)
+        return model
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nothing is written to is nan
+    try:
+        mine, theirs = map(trained_from_late_on, (graphex.train_step(compile=False), lambda step: step))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same_state(mine, theirs)
+
+
 def test_a_scaler_that_is_switched_off_is_as_none(where):
     mine, theirs = model_on(where, mlp), model_on(where, mlp)
     scaler = torch.amp.GradScaler(where, enabled=False)
