@@ -29,7 +29,7 @@ import sys
 import sysconfig
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path, PurePath
@@ -60,7 +60,8 @@ _DESCRIPTORS = (
     *(types.GetSetDescriptorType, types.MemberDescriptorType),
 )
 _METHODS = (MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
-_BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__"})
+_BY_TEXT = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "globals"})
+_IMPORTS = dis.opmap["IMPORT_NAME"]
 _PROCESS = frozenset(  # names by which a function asks for what only its process knows
     {
         *("environ", "environb", "getenv", "argv", "getcwd", "open", "read_text", "read_bytes", "load", "urlopen"),
@@ -189,7 +190,7 @@ class _Hasher:
 
     def _surroundings(self, function: FunctionType) -> None:
         """The values that the names in a function stand for."""
-        names = _names(function.__code__)
+        names = names_and_texts_in(function.__code__)
         if asks := next((name for name in names if name in _PROCESS), None):
             raise NoFingerprintError(f"'{_name(function)}' uses '{asks}', and what that gives is not known")
         for name in names:
@@ -198,7 +199,7 @@ class _Hasher:
                     self._say(name)
                     self._named(scope[name], names, set())
                     break
-        for name in _imports(function):
+        for name in imports_in(function):
             module = sys.modules.get(name)
             if module is None and _known_module(name) is None:
                 raise NoFingerprintError(f"'{_name(function)}' imports '{name}', which is not loaded yet")
@@ -211,7 +212,7 @@ class _Hasher:
             return
         seen.add(id(value))
         known = _known_module(value.__name__) is not None
-        if not known and not _BY_TEXT.isdisjoint(names):
+        if not known and reads_by_text(names):
             plain = {name: item for name, item in vars(value).items() if _is_plain(item) and name[:2] != "__"}
             self.feed(dict(sorted(plain.items())))
         for name in names:
@@ -450,18 +451,25 @@ def names_in(code: CodeType) -> list[str]:
     return list(dict.fromkeys(name for each in codes_in(code) for name in each.co_names))
 
 
-def _names(code: CodeType) -> list[str]:
+def names_and_texts_in(code: CodeType) -> list[str]:
     """The same, and all texts in the code where a name may be read by its text."""
     found = names_in(code)
-    if not _BY_TEXT.isdisjoint(found):
+    if reads_by_text(found):
         found += (text for each in codes_in(code) for text in each.co_consts if isinstance(text, str))
     return list(dict.fromkeys(found))
 
 
-def _imports(function: FunctionType) -> list[str]:
+def reads_by_text(names: Iterable[str]) -> bool:
+    """Whether a function with these names may read a value by a name that it computes."""
+    return not _BY_TEXT.isdisjoint(names)
+
+
+def imports_in(function: FunctionType) -> list[str]:
     """The modules that a function, or one inside of it, imports."""
     found: dict[str, None] = {}
     for code in codes_in(function.__code__):
+        if _IMPORTS not in code.co_code[::2]:
+            continue
         before = [*dis.get_instructions(code)]
         for place, each in enumerate(before):
             if each.opname == "IMPORT_NAME":

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import NoneType
 from typing import Any
 
@@ -48,10 +49,13 @@ class FixedCall:
         journal: Journal,
         name: str,
         state: Callable[[], Hashable] = lambda: None,
+        watched: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """`state` is called after every rehearsal: a capture holds as long as it returns the same."""
+        """`state` is called after every rehearsal: a capture holds as long as it returns the same. A rehearsal runs
+        inside of `watched`.
+        """
         self._body, self._device, self._journal, self._name = body, device, journal, name
-        self._state = state
+        self._state, self._watched = state, watched
         self._captured_in: Hashable = None
         self._rehearsed = False
         self._replay: Any = None
@@ -83,7 +87,8 @@ class FixedCall:
 
     def _rehearsal(self) -> Any:
         self._rehearsed = True
-        result = self._body()
+        with self._watched():
+            result = self._body()
         if (state := self._state()) != self._captured_in:
             self.free()
             self._captured_in = state
@@ -100,11 +105,16 @@ class FixedCall:
             with waiting_for_no_turn():
                 self._replay, self._result = self._device.capture(self._body, self._pool, "thread_local")
         except CaptureError as error:
-            self._failed = True
-            self._journal.fall_back(FellBack(self._name, "the loop runs without capture", str(error)))
+            self.stay_as_it_is(str(error))
             return
         seconds, grown = time.perf_counter() - started, max(0, self._device.reserved_bytes() - reserved)
         self._journal.add(Captured(self._name, "captured", "a step of the loop", seconds, 0, 0, "", grown))
+
+    def stay_as_it_is(self, reason: str) -> None:
+        """Capture nothing from now on, with a record."""
+        self.free()
+        self._failed = True
+        self._journal.fall_back(FellBack(self._name, "the loop runs without capture", reason))
 
     def free(self) -> None:
         """Give the capture back; the next call but one makes another."""

@@ -215,7 +215,7 @@ def _left_to_transformers(
             f"{mode.value} is no part of transformers: its code is at https://hf.co/{name}. Call `generate` with "
             f"`custom_generate='{name}', trust_remote_code=True` in place of `graphex.generate`."
         )
-    if name == "_beam_search" and streamer is not None:
+    if mode.value == "beam_search" and streamer is not None:
         raise OptionError("transformers has no streamer for beam search. Set `num_beams` to 1, or leave it out.")
     if name == "_assisted_decoding":
         name = "_sample"  # an assistant guesses the tokens that this gives

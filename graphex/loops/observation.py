@@ -15,34 +15,50 @@ A step was captured for the values that its Python code can reach, such as `mode
 (`Reached`). Before every later step `look` says whether one of them is another by now: it compares identities first,
 and walks only if one differs.
 
-    function      closure, globals that it names, defaults; attributes of modules that it names
+    function      its code, closure, defaults and attributes; globals and attributes of modules that it names,
+                  variables of the environment
     nn.Module     attributes, parameters, buffers, submodules, and what its class holds
-    object        attributes, and what its class holds
-    container     elements
+    object        attributes, slots, and what its class and the bases of that hold
+    container     elements; of an array, its content
+    reference     the object or value behind it
 """
 
 from __future__ import annotations
 
 import dis
 import linecache
+import os
 import pickle
 import random
 import sys
 import weakref
 from argparse import Namespace
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
 from itertools import chain
 from operator import is_
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from threading import local
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from graphex.cache.sources import codes_in, names_in
+from graphex.cache.sources import codes_in, imports_in, names_and_texts_in, reads_by_text
 from graphex.errors import users_frame
 from graphex.ops import SPECS
 from graphex.torch_private.dynamo import DispatchMode
@@ -324,12 +340,27 @@ _END, _ABSENT = object(), object()
 _PARTS = ("._parameters", "._buffers", "._modules")
 _NOT_THE_USERS = (f".{COMPILED_CALL}",)  # set while a step runs
 
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+_LOADED = frozenset({"modules", "import_module"})
+_LOOKED_INTO = (  # of Python's own kinds
+    *(BuiltinMethodType, MethodType, partial, property, staticmethod, classmethod, type(cache(int))),
+    *(Namespace, SimpleNamespace, MappingProxyType, UserDict, UserList, ChainMap, ContextVar, local),
+    *(weakref.ref, weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary),
+)
+_OF_OPTIMIZERS = frozenset(  # state and groups are looked at for themselves, hooks are refused; the rest is torch's own
+    {*vars(Optimizer([torch.empty(1)], {})), "step", "_opt_called", "_step_supports_amp_scaling"}
+)
+
+T = TypeVar("T")
 Live = Callable[[], Iterable[Any]]
+Named = tuple[int, str]  # the namespace of a module, and a name in it
 Source = tuple[Sequence[str], Live]  # names, and the values that they stand for by now
 
 
 class Reached:
-    """The values that `roots` reach, by name. `things` are the objects of `kinds` that no module holds."""
+    """The values that `roots` reach, by name. `things` are the objects of `kinds` that no module holds, `tensors` are
+    all tensors, by name.
+    """
 
     def __init__(self, roots: Sequence[Any], kinds: tuple[type, ...]) -> None:
         self._roots, self._kinds = list(roots), kinds
@@ -355,6 +386,7 @@ class Reached:
         """Hold nothing until the next look, which walks: what is replaced meanwhile can be freed."""
         self._reads: list[Live] = []
         self.things: list[Any] = []
+        self.tensors: dict[str, Tensor] = {}
         self._held: tuple[Any, ...] = ()
 
     @property
@@ -374,10 +406,15 @@ class Reached:
 
     def others_values(self) -> dict[str, Hashable]:
         """The values by name, but for those that the step itself changes in every run."""
+        return self._others(self.values)
+
+    def others_tensors(self) -> list[Tensor]:
+        """The tensors, but for those that the step itself replaces in every run."""
+        return list(self._others(self.tensors).values())
+
+    def _others(self, held: dict[str, T]) -> dict[str, T]:
         grows = tuple(f"{name.removeprefix(_LENGTH)}[" for name in self._own if name.startswith(_LENGTH))
-        return {
-            name: value for name, value in self.values.items() if name not in self._own and not name.startswith(grows)
-        }
+        return {name: value for name, value in held.items() if name not in self._own and not name.startswith(grows)}
 
     def line_with(self, name: str) -> str:
         """The first line of a function that is reached in which an argument, a variable or a key has this name."""
@@ -397,10 +434,12 @@ class Reached:
 
     def _walk(self) -> None:
         self.values: dict[str, Hashable] = {}
-        self.things, self._reads, self._codes = [], [], []
+        self._named: dict[str, int] = {}
+        self.things, self.tensors, self._reads, self._codes = [], {}, [], []
         self._version = None
         self._tokens = {place: known for place, known in self._tokens.items() if known[0]() is not None}
         held: list[Any] = []
+        known = set[Named]()
         pending, seen, left = (
             deque[tuple[str, Any, bool]]((_title(each), each, False) for each in self._roots),
             set[int](),
@@ -417,7 +456,7 @@ class Reached:
                 self.values[f"{_LENGTH}{name}"] = len(thing)
             if isinstance(thing, FunctionType):
                 self._codes.append(thing.__code__)
-            for names, read in _sources(name, thing):
+            for names, read in _sources(name, thing, known):
                 values = list(read())
                 self._reads.append(read)
                 held += values
@@ -429,18 +468,20 @@ class Reached:
         for name, value in zip(names, values, strict=True):
             if name.endswith(_NOT_THE_USERS) or (in_module and "_hooks" in name and not value):
                 continue
-            while name in self.values:
-                name += "'"
+            number = self._named[name] = self._named.get(name, 0) + 1
+            name = name if number == 1 else f"{name}'{number}"
             if isinstance(value, _PLAIN):
                 self.values[name] = type(value).__name__, repr(value)
             elif isinstance(value, _CONTAINERS):
                 yield name, value, in_module
             else:
                 self.values[name] = self._token(value)
+                if isinstance(value, Tensor):
+                    self.tensors[name] = value
                 is_kept = isinstance(value, self._kinds)
                 if is_kept and not in_module:
                     self.things.append(value)
-                if isinstance(value, nn.Module) or (not is_kept and _is_looked_into(value, in_module)):
+                if isinstance(value, (nn.Module, Optimizer)) or (not is_kept and _is_looked_into(value, in_module)):
                     yield name, value, in_module
 
     def _token(self, value: Any) -> int:
@@ -491,52 +532,154 @@ def _same(value: Any) -> Any:
 # -- what a thing holds ------------------------------------------------------------------------------------------------
 
 
-def _sources(name: str, thing: Any) -> Iterator[Source]:
+def _sources(name: str, thing: Any, known: set[Named]) -> Iterator[Source]:
+    """What a thing holds, but for the names in modules that are `known`: several functions have these in common."""
     if isinstance(thing, FunctionType):
-        yield from _of_function(thing)
+        yield from _of_function(thing, known)
     elif isinstance(thing, MethodType):
         yield ("self", "the method"), lambda: (thing.__self__, thing.__func__)
+    elif isinstance(thing, BuiltinMethodType):
+        yield (f"{name}.__self__",), lambda: (thing.__self__,)
     elif isinstance(thing, partial):
         yield (f"{name}.func", f"{name}.args", f"{name}.keywords"), lambda: (thing.func, thing.args, thing.keywords)
     elif isinstance(thing, (property, staticmethod, classmethod)):
         yield (name,), lambda: (getattr(thing, "fget", None) or getattr(thing, "__func__", None),)
-    elif isinstance(thing, dict):
-        if len(thing) <= _LONG:
-            yield [_element(name, key) for key in thing], thing.values
-    elif isinstance(thing, _CONTAINERS):
-        if len(thing) <= _LONG:
-            yield [f"{name}[{number}]" for number in range(len(thing))], thing.__iter__
-    elif hasattr(thing, "__dict__"):
-        yield from _of_object(name, thing)
+    elif isinstance(thing, weakref.ref):
+        yield (f"{name}()",), lambda: (thing(),)
+    elif isinstance(thing, ContextVar):
+        yield (f"{name}.get()",), lambda: (thing.get(_ABSENT),)
+    elif _is_array(thing):
+        copied = bytes if isinstance(thing, bytearray) else type(thing).tobytes
+        yield (f"the content of {name}",), _Steady(lambda: (copied(thing),))
+    else:
+        yield from _of_container(name, thing)
+        if hasattr(thing, "__dict__") or _slots_of(thing):
+            yield from _of_object(name, thing)
 
 
-def _of_function(function: FunctionType) -> Iterator[Source]:
-    code, known = function.__code__, function.__globals__
-    names = names_in(code)
-    yield code.co_freevars, lambda: [_content(cell) for cell in function.__closure__ or ()]
-    yield names, lambda: [known.get(name, _ABSENT) for name in names]
+class _Steady:
+    """A reader of values that are made anew in every reading: while they are equal, it gives those of before."""
+
+    def __init__(self, read: Live) -> None:
+        self._read, self._before = read, list(read())
+
+    def __call__(self) -> Iterable[Any]:
+        values = list(self._read())
+        if values != self._before:
+            self._before = values
+        return self._before
+
+
+def _is_array(thing: Any) -> bool:
+    """Whether a thing is an array of numbers that Python writes in place."""
+    if isinstance(thing, (array, bytearray)):
+        return len(thing) <= _LONG
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(thing, numpy.ndarray) and thing.size <= _LONG and not thing.dtype.hasobject
+
+
+def _of_container(name: str, thing: Any) -> Iterator[Source]:
+    if not isinstance(thing, (*_CONTAINERS, MappingProxyType)) or len(thing) > _LONG:
+        return
+    if isinstance(thing, (dict, MappingProxyType)):
+        yield [_element(name, key) for key in thing], thing.values
+    else:
+        yield [f"{name}[{number}]" for number in range(len(thing))], thing.__iter__
+
+
+def _of_function(function: FunctionType, known: set[Named]) -> Iterator[Source]:
+    code, names = function.__code__, names_and_texts_in(function.__code__)
+    defaults, attributes = len(function.__defaults__ or ()), vars(function)
+
+    def own() -> Iterator[Any]:
+        cells = map(_content, function.__closure__ or ())
+        given = chain(function.__defaults__ or (), (function.__kwdefaults__ or {}).values())
+        return chain((function.__code__,), cells, given, attributes.values())
+
     yield (
-        [f"default {number}" for number in range(len(function.__defaults__ or ()))],
-        lambda: function.__defaults__ or (),
+        [
+            *(f"the code of {function.__qualname__}", *code.co_freevars),
+            *(f"default {number}" for number in range(defaults)),
+            *(function.__kwdefaults__ or ()),
+            *(f"{function.__qualname__}.{each}" for each in attributes),
+        ],
+        own,
     )
-    yield list(function.__kwdefaults__ or ()), lambda: (function.__kwdefaults__ or {}).values()
-    for name in names:
-        module = known.get(name)
-        if isinstance(module, ModuleType) and not _is_library(module.__name__):
-            read = [each for each in names if each in vars(module)]
-            yield [f"{name}.{each}" for each in read], partial(_attributes, module, read)
+    yield from _named("", function.__globals__, names, known)
+    yield from _of_modules(function, names, known)
+    if not _ENVIRONMENT.isdisjoint(names):
+        variables = [text for text in _texts_in(code) if text.isidentifier()]
+        yield [f"os.environ[{each!r}]" for each in variables], _Steady(lambda: map(os.environ.get, variables))
 
 
-def _attributes(module: ModuleType, names: Sequence[str]) -> list[Any]:
-    return [vars(module).get(name, _ABSENT) for name in names]
+def _texts_in(code: CodeType) -> list[str]:
+    return [text for each in codes_in(code) for text in each.co_consts if isinstance(text, str)]
+
+
+def _of_modules(function: FunctionType, names: Sequence[str], known: set[Named]) -> Iterator[Source]:
+    """The attributes of modules that the names of a function lead to, those of modules in modules too."""
+    imported = imports_in(function)
+    if not _LOADED.isdisjoint(names):
+        imported += [each for each in _texts_in(function.__code__) if each in sys.modules]
+    if imported:
+        yield imported, lambda: [sys.modules.get(name) for name in imported]
+    cells = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=False)
+    waiting = [
+        *((name, function.__globals__.get(name)) for name in names),
+        *((name, sys.modules.get(name)) for name in imported),
+        *cells,
+    ]
+    seen = set[int]()
+    while waiting:
+        name, module = waiting.pop(0)
+        if not isinstance(module, ModuleType) or id(module) in seen:
+            continue
+        seen.add(id(module))
+        held = vars(module)
+        read = [each for each in names if each in held]
+        if reads_by_text(names) and not _is_library(module.__name__):
+            read = [each for each, value in held.items() if each in names or isinstance(value, _PLAIN)]
+        yield from _named(f"{name}.", held, read, known)
+        waiting += [(f"{name}.{each}", held[each]) for each in read]
+
+
+def _named(prefix: str, held: dict[str, Any], names: Sequence[str], known: set[Named]) -> Iterator[Source]:
+    """What these names stand for in a module, but for those that are known by now."""
+    if fresh := [each for each in names if (id(held), each) not in known]:
+        known.update((id(held), each) for each in fresh)
+        yield [f"{prefix}{each}" for each in fresh], lambda: [held.get(each, _ABSENT) for each in fresh]
 
 
 def _of_object(name: str, thing: Any) -> Iterator[Source]:
-    held = vars(thing)
-    yield [f"{name}.{each}" for each in held], held.values
-    if not isinstance(thing, type):
-        classes = [each for each in type(thing).__mro__ if not _is_library(each.__module__)]
+    if isinstance(thing, Optimizer):
+        own = [each for each in vars(thing) if each not in _OF_OPTIMIZERS]
+        yield [f"{name}.{each}" for each in own], lambda: [vars(thing).get(each, _ABSENT) for each in own]
+    elif isinstance(thing, (nn.Module, type)):
+        held = vars(thing)
+        yield [f"{name}.{each}" for each in held], held.values
+    elif hasattr(thing, "__dict__"):  # which may be replaced, and is another one in each thread for a `local`
+        yield [f"{name}.{each}" for each in vars(thing)], lambda: vars(thing).values()
+    if slots := _slots_of(thing):
+        yield [f"{name}.{each}" for each, _ in slots], lambda: [_slot(thing, held) for _, held in slots]
+    kinds = type(thing).__mro__
+    if isinstance(thing, type):
+        kinds = (*thing.__mro__[1:], *kinds)
+    if classes := [each for each in kinds if not _is_library(each.__module__)]:
         yield [f"class {each.__name__}" for each in classes], lambda: classes
+
+
+def _slots_of(thing: Any) -> list[tuple[str, Any]]:
+    if isinstance(thing, (nn.Module, type)) or _is_library(type(thing).__module__):
+        return []
+    held = [item for each in type(thing).__mro__ for item in vars(each).items()]
+    return [(name, slot) for name, slot in held if isinstance(slot, MemberDescriptorType)]
+
+
+def _slot(thing: Any, slot: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except AttributeError:  # not set yet
+        return _ABSENT
 
 
 def _element(name: str, key: Any) -> str:
@@ -560,9 +703,9 @@ def _places_of(name: str, code: CodeType) -> Iterator[Place]:
 
 
 def _is_looked_into(thing: Any, in_module: bool) -> bool:
-    if isinstance(thing, (MethodType, partial, Namespace, SimpleNamespace, property, staticmethod, classmethod)):
+    if isinstance(thing, _LOOKED_INTO) or _is_array(thing):
         return True
-    if isinstance(thing, (ModuleType, Tensor)) or not hasattr(thing, "__dict__"):
+    if isinstance(thing, (ModuleType, Tensor)) or not (hasattr(thing, "__dict__") or _slots_of(thing)):
         return False
     if isinstance(thing, (type, FunctionType)):
         return not _is_library(thing.__module__)
@@ -570,6 +713,7 @@ def _is_looked_into(thing: Any, in_module: bool) -> bool:
     return not _is_library(home) or (in_module and home.startswith("transformers"))  # the configuration of a model
 
 
-def _is_library(module: str | None) -> bool:
-    home = (module or "builtins").partition(".")[0]
+def _is_library(module: object) -> bool:
+    """Whether this is the name of a module that is no user's. A type that C makes may have something else there."""
+    home = module.partition(".")[0] if isinstance(module, str) else "builtins"
     return home in ("torch", "graphex", "builtins", "transformers", "numpy") or home in sys.stdlib_module_names

@@ -19,7 +19,7 @@ import copy
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -289,7 +289,7 @@ STOPS: dict[str, Callable[[Any, torch.device], Stop]] = {"StopStringCriteria": _
 
 KEPT = 16
 _PLAIN = (bool, int, float, complex, str, bytes, Tensor, torch.dtype, torch.device, type(None))
-_TOKENS = "L['input_ids']"
+_TOKENS, _SCORES, _PROCESSOR = "L['input_ids']", "L['scores']", "L['processor']"
 
 
 def processed(processor: Any, input_ids: Tensor, scores: Tensor) -> Any:
@@ -306,6 +306,7 @@ class Traced:
     scores: Tensor
     reason: str = ""
     graphs: int = 0
+    own: frozenset[str] = frozenset()
     compiled: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -318,7 +319,13 @@ class Traced:
             self.reason = "looks at the tokens so far"
         elif not all(isinstance(each, Tensor) for each in inputs):
             self.reason = "reads numbers that may change"
+        elif not all(map(self._is_own, sources)):
+            self.reason = "reads a tensor that it does not hold itself"
         return graph
+
+    def _is_own(self, source: str) -> bool:
+        """Whether an input is the scores, or a tensor that the processor holds and that is a part of its key."""
+        return source == _SCORES or any(source.startswith(f"{_PROCESSOR}.{each}") for each in self.own)
 
     def version(self, processor: Any) -> str | None:
         values = {"processor": processor, "input_ids": self.tokens, "scores": self.scores}
@@ -356,7 +363,7 @@ class TorchCode:
                 result: Tensor = run(processor, tokens, scores)
             return result
 
-        return process, (id(processor), key[1], version)
+        return process, (id(processor), key[1], version, tuple(map(Tensor.data_ptr, _tensors_of(processor))))
 
 
 def _trace(processor: Any, scores: Tensor) -> Traced:
@@ -367,7 +374,7 @@ def _trace(processor: Any, scores: Tensor) -> Traced:
     found = Traced(function, tokens, scores)
     try:
         trial = copy.deepcopy(processor)
-        before = described(trial)
+        before, found.own = described(trial), frozenset(vars(trial))
         result = found.compiled(trial, tokens, scores.clone())
         after = described(trial)
     except Exception as error:  # whatever a user's code raises on scores that are none
@@ -386,6 +393,15 @@ def _not_plain(processor: Any) -> str | None:
     """The type of something that a processor holds and that may change unseen; None if there is none."""
     if not hasattr(processor, "__dict__"):
         return type(processor).__name__
+    return next((type(each).__name__ for each in _held_by(processor) if not isinstance(each, _PLAIN)), None)
+
+
+def _tensors_of(processor: Any) -> list[Tensor]:
+    return [each for each in _held_by(processor) if isinstance(each, Tensor)]
+
+
+def _held_by(processor: Any) -> Iterator[Any]:
+    """The attributes of a processor, and the elements of those that are containers."""
     left: list[Any] = list(vars(processor).values())
     while left:
         value = left.pop()
@@ -393,6 +409,5 @@ def _not_plain(processor: Any) -> str | None:
             left += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
             left += value
-        elif not isinstance(value, _PLAIN):
-            return type(value).__name__
-    return None
+        else:
+            yield value

@@ -261,7 +261,12 @@ def _described(value: object) -> str:
 
 def _digest(code: CodeType) -> str:
     """A hash of what a function does, but for the values of its globals and closure."""
-    constants = [_digest(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+
+    def told(value: object) -> str:
+        text = sorted(map(repr, value)) if isinstance(value, frozenset) else value  # each process has its own order
+        return _digest(value) if isinstance(value, CodeType) else repr(text)
+
+    constants = list(map(told, code.co_consts))
     return hashlib.sha256(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode()).hexdigest()[:12]
 
 
@@ -308,10 +313,10 @@ def _differences(guards: list[list[str]], function: Any, model: object) -> Itera
         try:
             value = value_in_scope(expression, function, model)
             here = _described(value)
-            wanted = wanted.replace("__main__.", f"{type(value).__module__}.")  # a script is another module here
+            home = (value if isinstance(value, (FunctionType, type)) else type(value)).__module__
         except Exception as error:  # an attribute that is not there, or a property that raises
-            here = one_line(error)
-        if here != wanted:
+            here = home = one_line(error)
+        if here not in (wanted, wanted.replace("__main__.", f"{home}.")):  # a script may be another module here
             yield expression, f"saved where {name} was {wanted}; here it is {here}."
 
 

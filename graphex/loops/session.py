@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -52,12 +53,15 @@ from graphex.loops.processors import (
 )
 from graphex.loops.step_state import methods_of, modes
 from graphex.records import FellBack, Journal
+from graphex.runtime.program import captures_held_back
 from graphex.torch_private.frames import compiled_version
+from graphex.torch_private.memory import storage_address
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 ALREADY_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "inputs_embeds"}
 PLAIN = (bool, int, float, str, type(None))  # other arguments of the model: each value is a compiled step of its own
 _HOST = "is not known to work on the device"
+_OUT_OF_REACH = "a step reads a tensor that is found on no way from the model, so that another one would not be noticed"
 
 
 Users = Callable[[Any], tuple[Process, Hashable] | str]  # traces a processor of a user, or says why not
@@ -260,7 +264,7 @@ class Sessions:
             session.free()
             raise
         finally:
-            session.tensors = []  # a session does not keep what goes with the model
+            session.rest()  # it does not keep what goes with the model
         with self._lock:
             if session.newest is not None:
                 self._last = weakref.ref(session)
@@ -433,6 +437,8 @@ class Session:
         self._counts: dict[str, int] = {}
         self._settled: dict[tuple[Any, ...], tuple[str, tuple[int, ...]] | None] = {}  # graph and weights of a call
         self._reached: Reached | None = None
+        self._inputs: list[Any] = []  # of the graphs that a rehearsal runs
+        self._is_reached = False  # whether a step reads tensors that only the model's Python code leads to
 
     @property
     def _model(self) -> Any:
@@ -584,14 +590,21 @@ class Session:
         """
 
         def state() -> Hashable:
-            ran, addresses = self._ran(), self._addresses()
+            ran = self._ran()
             version = compiled_version(*arguments()) if len(ran) == 1 and not self.journal.breaks else None
+            if version is None:
+                self._inputs.clear()
+            elif not self._finds_inputs():
+                calls[key].stay_as_it_is(_OUT_OF_REACH)
+            addresses = self._addresses()
             self._settled[key] = None if version is None else (version, addresses)
             return ran, addresses, self._values() if version is None else None
 
         found = calls.get(key)
         if found is None:
-            found = calls[key] = FixedCall(torch.no_grad()(body), self.device, self.journal, "generation", state)
+            watched = partial(captures_held_back, self._inputs.extend)
+            run = torch.no_grad()(body)
+            found = calls[key] = FixedCall(run, self.device, self.journal, "generation", state, watched)
         calls.move_to_end(key)
         while len(calls) > KEPT:
             calls.popitem(last=False)[1].free()
@@ -619,19 +632,51 @@ class Session:
         self._counts = counts
         return ran
 
-    def _addresses(self) -> tuple[int, ...]:
-        """The addresses of the weights: a capture holds for these."""
-        return tuple([each.data_ptr() for each in self.tensors])
-
-    def _values(self) -> int:
-        """A version number of all values that the model's Python code can reach. It is the only check for parts of a
-        step that run without Dynamo's guards.
+    def _finds_inputs(self) -> bool:
+        """Whether all tensors that were inputs of the rehearsed graph are looked at before every generation: most are
+        parameters and the like, others are looked for where the model's Python code leads to.
         """
+        own = [*self.tensors, *self._memory(), *(each for each in self._extra.values() if isinstance(each, Tensor))]
+        known = {storage_address(each) for each in own}
+        inputs = {storage_address(each) for each in self._inputs if isinstance(each, Tensor) and each.numel()}
+        self._inputs.clear()
+        if self._is_reached or inputs <= known:
+            return True
+        self._is_reached = True
+        return inputs <= known | {storage_address(each) for each in self._look().tensors.values()}
+
+    def _memory(self) -> Iterator[Tensor]:
+        state = (self.tokens, self.token, self.length, self.unfinished, self.done, self.mask, self.position)
+        layers = (each for each in self.cache.layers if each.is_initialized)
+        prompts = (each for held in self._buffers.values() for each in held.values())
+        kept = chain(state, prompts, (self.cache.place.length,), *((each.keys, each.values) for each in layers))
+        return (each for each in kept if isinstance(each, Tensor))
+
+    def _addresses(self) -> tuple[int, ...]:
+        """The addresses of the weights, and of other tensors that a step reads: a capture holds for these."""
+        found = [each.data_ptr() for each in self.tensors]
+        if self._is_reached:
+            found += [storage_address(each) for each in self._look().tensors.values()]
+        return tuple(found)
+
+    def _look(self) -> Reached:
+        """The values that the model's Python code can reach. It holds none of them when the generation ends."""
         self._reached = self._reached or Reached((self._model,), ())
         self._reached.look()
-        version = self._reached.version
-        self._reached.let_go()
-        return version
+        return self._reached
+
+    def _values(self) -> Hashable:
+        """A version number of these values, and where tensors are. It is the only check for parts of a step that run
+        without Dynamo's guards.
+        """
+        reached = self._look()
+        return reached.version, tuple(storage_address(each) for each in reached.tensors.values())
+
+    def rest(self) -> None:
+        """Hold nothing of the model until the next generation."""
+        self.tensors = []
+        if self._reached is not None:
+            self._reached.let_go()
 
     @property
     def newest(self) -> FixedCall | None:

@@ -206,6 +206,8 @@ class TrainStep:
                 self._begin(args, kwargs)
             if method := self._state.found.replaced_method:
                 self._compile_again(method)
+            if self._is_off and self._state.is_prepared and self._state.has_other_groups():
+                self._prepare()  # a scaler takes groups with fused kernels, or groups without, and no mixture
             try:
                 return self._as_it_is(args, kwargs) if self._is_off else self._step(args, kwargs)
             except RuntimeError as error:
@@ -431,6 +433,7 @@ class TrainStep:
         def before_step(optimizer: Optimizer) -> None:
             late.append(bool(deferred))
             sparse.append(self._state.has_sparse_gradients(optimizer))
+            self._state.before_fused_step(optimizer)
             if not any(optimizer is each for each in self._state.found.optimizers):
                 unknown.append(optimizer)
 
@@ -480,7 +483,8 @@ class TrainStep:
             self._put_off = before
 
     def _as_it_is(self, args: Any, kwargs: Any) -> Any:
-        return detached(self._call_openly([], args, kwargs))
+        with inside(_STEPS, self._state.before_fused_step):
+            return detached(self._call_openly([], args, kwargs))
 
     # -- capture and replay ------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from graphex.loops.observation import Reached
 from graphex.torch_private.cuda import states, switches_for
 from graphex.torch_private.dynamo import global_hooks
+from graphex.torch_private.memory import is_dense
 from graphex.torch_private.symbolic import is_traceable_wrapper_subclass
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -70,7 +71,23 @@ def made_capturable(optimizer: Optimizer) -> list[str]:
 
 def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], tensors: list[Tensor]) -> bool:
     chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
-    return type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
+    chosen = chosen or group.get("dampening")  # of the first gradient, nothing is damped: `before_fused_step`
+    is_known = type(optimizer) in FUSED and not chosen and all(each.is_floating_point() for each in tensors)
+    return is_known and _is_laid_out_alike(optimizer, tensors)
+
+
+def _is_laid_out_alike(optimizer: Optimizer, tensors: list[Tensor]) -> bool:
+    """Whether each parameter has its gradient and its state in its own strides: fused kernels go by those of one.
+
+    A checkpoint from before `model.to(memory_format=torch.channels_last)` has others.
+    """
+    for each in tensors:
+        held = (each.grad, *optimizer.state.get(each, {}).values())
+        others = [other for other in held if isinstance(other, Tensor) and other.shape == each.shape]
+        strided = [other for other in others if other.layout == torch.strided]
+        if each.layout != torch.strided or not is_dense(each) or any(o.stride() != each.stride() for o in strided):
+            return False
+    return True
 
 
 def takes_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -258,6 +275,7 @@ class StepState:
         self._members = [(group, list(group["params"])) for _, _, groups in self._owners for group in groups]
         self._is_sparse = any(each.layout != torch.strided for each in (*self.parameters, *self.buffers))
         self._addresses = self._read_addresses()
+        self._others = self._other_tensors()
 
     def _listed(self) -> tuple[list[nn.Module], list[Tensor], list[Tensor]]:
         modules = {id(each): each for module in self.found.modules for each in module.modules()}
@@ -285,10 +303,22 @@ class StepState:
 
     # -- what a captured step was made for -------------------------------------------------------------------------
 
-    def _read_addresses(self) -> list[tuple[Hashable, ...]]:
+    def _read_addresses(self) -> list[Hashable]:
         if self._is_sparse:
             return []  # no step is captured for such tensors
-        return [(each.data_ptr(), each.shape, each.stride()) for each in (*self.parameters, *self.buffers)]
+        held = chain(self.parameters, self.buffers)
+        found: list[Hashable] = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
+        found += [value.data_ptr() for *_, value in self._states if type(value) is Tensor]
+        return found
+
+    def _other_tensors(self) -> list[Tensor]:
+        """The tensors that the step reaches and that are no parameters or buffers."""
+        known = {id(each) for each in (*self.parameters, *self.buffers)}
+        return [
+            each
+            for each in self.found.reached.others_tensors()
+            if id(each) not in known and each.layout == torch.strided and not is_traceable_wrapper_subclass(each)
+        ]
 
     def why_elsewhere(self) -> str:
         """The part of the state that has moved, or was replaced, since `look_again`; empty if none has."""
@@ -297,12 +327,14 @@ class StepState:
             pairs = ((modules, self._modules), (parameters, self.parameters), (buffers, self.buffers))
             if not all(_identical(now, before) for now, before in pairs):
                 return "a module, a parameter or a buffer was replaced"
-            self._version = self.found.reached.version
+            self._version, self._others = self.found.reached.version, self._other_tensors()
         if self._read_addresses() != self._addresses:
-            return "parameters or buffers moved"
+            return "parameters, buffers or the state of an optimizer moved"
         for optimizer, state, groups in self._owners:
             if optimizer.state is not state or optimizer.param_groups is not groups:
                 return f"the state of {type(optimizer).__name__} was replaced"
+        if self.has_other_groups():
+            return "the groups of an optimizer are others"
         if not all(_identical(group["params"], before) for group, before in self._members):
             return "the parameters of an optimizer are others"
         if any(
@@ -313,6 +345,15 @@ class StepState:
         if len(self._states) != sum(len(each) for owner in self.found.optimizers for each in owner.state.values()):
             return "the state of an optimizer grew"
         return ""
+
+    def has_other_groups(self) -> bool:
+        """Whether an optimizer has got a group since `look_again`, or has them in another order."""
+        groups = list(chain.from_iterable(each.param_groups for each in self.found.optimizers))
+        return not _identical(groups, [group for group, _ in self._members])
+
+    @property
+    def is_prepared(self) -> bool:
+        return bool(self._rates)
 
     def values(self) -> dict[str, Hashable]:
         """Everything of the host that a captured step holds for, by name."""
@@ -328,10 +369,14 @@ class StepState:
                     if name not in inputs
                 }
                 values[f"the parameters of {where}"] = len(group["params"])
-        for scaler in self.found.scalers:
-            numbers = scaler.is_enabled(), scaler.get_growth_factor(), scaler.get_backoff_factor()
-            values["the scaler"] = (*numbers, scaler.get_growth_interval())
-        values["numerics and autocast"] = (*states(self._switches), *modes())
+        for number, scaler in enumerate(self.found.scalers):
+            values[f"scaler {number}"] = scaler.is_enabled() and (
+                scaler.get_growth_factor(),
+                scaler.get_backoff_factor(),
+                scaler.get_growth_interval(),
+            )
+        values["where other tensors are"] = tuple([each.data_ptr() for each in self._others])
+        values["numerics and autocast"] = (*states(self._switches), *modes(), torch.get_default_dtype())
         return values
 
     def named_values(self) -> dict[str, Hashable]:
@@ -388,6 +433,9 @@ class StepState:
 
     def prepare(self) -> list[tuple[Optimizer, list[str]]]:
         """Make optimizers capturable. Returns what was changed on each."""
+        for optimizer in self.found.optimizers:
+            if not all(_is_laid_out_alike(optimizer, group["params"]) for group in self._fused_here(optimizer)):
+                self._give_back(optimizer)
         groups = [group for each in self.found.optimizers for group in each.param_groups]
         chosen = [(group, {name: group.get(name) for name in ("fused", "foreach")}) for group in groups]
         changed = [(each, made_capturable(each)) for each in self.found.optimizers]
@@ -401,12 +449,40 @@ class StepState:
         gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
         if all(each is None or each.layout == torch.strided for each in gradients):
             return False
+        self._give_back(optimizer)
+        return True
+
+    def before_fused_step(self, optimizer: Optimizer) -> None:
+        """Let a momentum that is not there yet be zeros. A fused kernel takes those of all parameters or of none, and
+        leaves new ones as they are, unwritten, if gradients are infinite.
+        """
+        for group in self._fused_here(optimizer):
+            if not (group["fused"] and group.get("momentum")):
+                continue
+            missing = [each for each in group["params"] if each.grad is not None]
+            missing = [each for each in missing if optimizer.state[each].get("momentum_buffer") is None]
+            if missing and group["dampening"]:
+                self._give_back(optimizer)
+                return
+            for each in missing:
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+
+    def _fused_here(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The groups of an optimizer that `prepare` has chosen fused kernels for."""
+        chosen = [group for group, _ in self._chosen]
+        return [each for each in optimizer.param_groups if any(each is group for group in chosen)]
+
+    def _give_back(self, optimizer: Optimizer) -> None:
+        """Put an optimizer back to the kernels that the user chose."""
+        fused = self._fused_here(optimizer)
         for group, before in self._chosen:
-            if any(group is each for each in optimizer.param_groups):
+            if any(group is each for each in fused):
                 group.update(before)
+        if fused:
+            is_fused = any(group.get("fused") for group in optimizer.param_groups)
+            optimizer._step_supports_amp_scaling = is_fused  # type: ignore[attr-defined]
         if (rates := self._rates.get(id(optimizer))) is not None:
             rates.give_back()
-        return True
 
     @contextmanager
     def rates_as_tensors(self, told: Callable[[str], None]) -> Iterator[None]:

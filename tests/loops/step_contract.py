@@ -6,15 +6,23 @@ import copy
 import itertools
 import math
 import operator
+import os
 import random
 import sys
+import weakref
+from array import array
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial, partialmethod
+from contextvars import ContextVar
+from functools import partial, partialmethod, singledispatch
 from inspect import CO_GENERATOR
 from pathlib import Path
+from threading import local
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -729,8 +737,8 @@ class Options:
 
     decay = 1.0
 
-    def __init__(self) -> None:
-        self.weights = {"loss": [1.0]}
+    def __init__(self, where: str = "cpu") -> None:
+        self.weights, self.scale = {"loss": [1.0]}, torch.ones((), device=where)
 
 
 class Read(nn.Module):
@@ -738,11 +746,11 @@ class Read(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.factor = nn.Linear(4, 4), 1.0
+        self.inner, self.factor, self.gain = nn.Linear(4, 4), 1.0, nn.Parameter(torch.ones(4))
         self.register_buffer("shift", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.factor + self.shift
+        return self.inner(x) * self.factor * self.gain + self.shift
 
 
 def _another_weight(model: Any, optimizer: Any, options: Any) -> None:
@@ -764,9 +772,18 @@ def _another_layout(model: Any, optimizer: Any, options: Any) -> None:
         tensor.data = tensor.data.t()
 
 
+def _another_memory_of_state(model: Any, optimizer: Any, options: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].data = state["exp_avg"] * 0.5  # as a program does that moves it to the host and back
+
+
 def _another_member(model: Any, optimizer: Any, options: Any) -> None:
     optimizer.param_groups[0]["params"].pop()
     optimizer.add_param_group({"params": [model.inner.bias], "lr": 0.5})
+
+
+def _another_order(model: Any, optimizer: Any, options: Any) -> None:
+    optimizer.param_groups.reverse()
 
 
 def _another_state(model: Any, optimizer: Any, options: Any) -> None:
@@ -784,19 +801,23 @@ CHANGES: dict[str, Callable[[Any, Any, Any], object]] = {
     "an attribute of a class": lambda model, optimizer, options: setattr(type(options), "decay", 0.25),
     "strides": _another_layout,
     "the state of a parameter": _another_state,
+    "the memory of a state": _another_memory_of_state,
+    "the memory of a tensor": lambda model, optimizer, options: setattr(options.scale, "data", options.scale * 0.25),
     "a parameter's group": _another_member,
+    "the order of groups": _another_order,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_two_calls_is_seen(change, where):
     def trained_with_a_change(decorate: Callable[..., Any]) -> tuple[list[float], nn.Module, Any]:
-        model, options = model_on(where, Read), type("Fresh", (Options,), {})()
-        optimizer = adam(model)
+        model, options = model_on(where, Read), type("Fresh", (Options,), {})(where)
+        groups = [{"params": list(model.inner.parameters())}, {"params": [model.gain], "lr": 0.2}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
 
         @decorate
         def step(x, y):
-            loss = functional.cross_entropy(model(x), y) * options.weights["loss"][0] * options.decay
+            loss = functional.cross_entropy(model(x), y) * options.weights["loss"][0] * options.decay * options.scale
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -813,6 +834,179 @@ def test_a_change_between_two_calls_is_seen(change, where):
     same_state(mine, theirs)
     assert count(step, "captured") + count(step, "recaptured") == 2
     assert not reasons(step)
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+
+class Base:
+    by = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+class Named(dict[str, float]):
+    by = 1.0
+
+
+SETTINGS = ModuleType("settings_of_a_test")
+SETTINGS.inner, SETTINGS.by = ModuleType("settings_of_a_test.inner"), 1.0  # type: ignore[attr-defined]
+LISTED = [1.0]
+
+
+def by_default(by: float = 1.0) -> float:
+    return by
+
+
+def by_attribute() -> float:
+    return by_attribute.by  # type: ignore[attr-defined, no-any-return]
+
+
+@singledispatch
+def by_dispatch(x: Any) -> float:
+    return LISTED[0]
+
+
+def by_import() -> float:
+    from settings_of_a_test import by  # type: ignore[import-not-found]
+
+    return by  # type: ignore[no-any-return]
+
+
+def _places() -> dict[str, tuple[Callable[[], float], Callable[[float], object]]]:
+    """Where Python may keep a number that a step reads: how it is read there, and how another one is put there."""
+    slotted, proxied, named, user = Slotted(), {"by": 1.0}, Named(), UserDict(by=1.0)
+    numbers, packed, own, variable = np.ones(1), array("d", [1.0]), local(), ContextVar("by", default=1.0)
+    proxy, held, kept = MappingProxyType(proxied), Base(), SETTINGS
+    reference = weakref.ref(held)
+    return {
+        "slot": (lambda: slotted.by, partial(setattr, slotted, "by")),
+        "base of a class": (lambda: Derived.by, partial(setattr, Base, "by")),
+        "view of a dict": (lambda: proxy["by"], partial(operator.setitem, proxied, "by")),
+        "attribute of a dict": (lambda: named.by, partial(setattr, named, "by")),
+        "dict of a user": (lambda: user["by"], partial(operator.setitem, user, "by")),
+        "array of numpy": (lambda: float(numbers[0]), partial(operator.setitem, numbers, 0)),
+        "array of Python": (lambda: packed[0], partial(operator.setitem, packed, 0)),
+        "thread": (lambda: own.by, partial(setattr, own, "by")),
+        "context": (variable.get, variable.set),
+        "weak reference": (lambda: reference().by, partial(setattr, held, "by")),  # type: ignore[union-attr]
+        "default": (by_default, lambda by: setattr(by_default, "__defaults__", (by,))),
+        "attribute of a function": (by_attribute, partial(setattr, by_attribute, "by")),
+        "generic function": (lambda: by_dispatch(1), partial(operator.setitem, LISTED, 0)),
+        "module in a module": (lambda: kept.inner.by, partial(setattr, SETTINGS.inner, "by")),  # type: ignore[attr-defined]
+        "import": (by_import, partial(setattr, SETTINGS, "by")),
+        "module by its name": (lambda: sys.modules["settings_of_a_test"].by, partial(setattr, SETTINGS, "by")),
+        "name that is put together": (lambda: getattr(kept, "".join(["b", "y"])), partial(setattr, SETTINGS, "by")),
+        "global by its name": (lambda: globals()["BY"], partial(operator.setitem, globals(), "BY")),
+        "environment": (lambda: float(os.environ["BY"]), lambda by: os.environ.update(BY=str(by))),
+        "library": (lambda: functional.by, partial(setattr, functional, "by")),  # type: ignore[attr-defined]
+        "default type": (
+            lambda: float(torch.finfo(torch.get_default_dtype()).bits == 64) * 3 + 1,
+            lambda by: torch.set_default_dtype(torch.float64 if by == 4 else torch.float32),
+        ),
+    }
+
+
+PLACES = _places()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_number_is_seen_wherever_python_keeps_it(place, where, monkeypatch):
+    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
+    read, write = PLACES[place]
+    model = model_on(where, mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    @graphex.train_step(compile=False)
+    def step(x, y):
+        loss = functional.cross_entropy(model(x), y) * read()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    found, batch = [], points(where)[0]
+    for by in (1, 1, 1, 1, 1, 4, 1):
+        write(float(by))
+        found.append(float(step(*batch)))
+    write(1.0)
+    close([each / found[0] for each in found], [1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0])
+    assert [count(step, "replays") > 0, *reasons(step)] == [True]
+
+
+class Scaling(torch.optim.Optimizer):
+    """An optimizer of a user's, with numbers and tensors of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.by, self.tensor = 1.0, torch.ones((), device=self.param_groups[0]["params"][0].device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad * group["lr"] * self.by * self.tensor * LISTED[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: setattr(optimizer, "by", 0.5),
+        lambda optimizer: setattr(optimizer, "tensor", optimizer.tensor * 0.5),
+        lambda optimizer: setattr(optimizer.tensor, "data", optimizer.tensor * 0.5),
+        lambda optimizer: LISTED.__setitem__(0, 0.5),
+    ],
+    ids=["number", "tensor", "memory", "global"],
+)
+def test_what_an_optimizer_of_a_user_reads_is_seen(change, where):
+    def trained_with_a_change(decorate: Callable[..., Any]) -> tuple[nn.Module, Any]:
+        LISTED[0] = 1.0
+        model = model_on(where, mlp)
+        optimizer = Scaling(model.parameters())
+        step = decorate(written_out(model, optimizer))
+        trained(step, points(where)[:6])
+        change(optimizer)
+        trained(step, points(where)[6:])
+        return model, step
+
+    mine, step = trained_with_a_change(graphex.train_step(compile=False))
+    theirs, _ = trained_with_a_change(lambda function: function)
+    LISTED[0] = 1.0
+    same_state(mine, theirs)
+    assert [count(step, "replays") > 0, *reasons(step)] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_state_that_is_laid_out_otherwise_than_its_parameter_is_used(scaled, where):
+    """As after a checkpoint from before `model.to(memory_format=torch.channels_last)`: no fused kernel takes it."""
+
+    def trained_again(decorate: Callable[..., Any]) -> tuple[nn.Module, Any]:
+        model = model_on(where, mlp)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler(where, init_scale=4.0, enabled=scaled)
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        step = decorate(step)
+        trained(step, points(where)[:5])
+        weight = model[0].weight
+        weight.data = weight.t().contiguous().t()
+        trained(step, points(where)[5:])
+        return model, step
+
+    mine, _ = trained_again(graphex.train_step(compile=False))
+    theirs, _ = trained_again(lambda function: function)
+    same_state(mine, theirs)
 
 
 def test_parameters_that_come_later_are_clipped_too(where):
@@ -1434,6 +1628,75 @@ def test_a_nan_loss_with_a_scaler_skips_the_update_and_lowers_the_scale(where):
         torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-4, atol=1e-5)
     same_state(mine, theirs)
     assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert [count(step, "captured"), *reasons(step)] == [1]
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_group_that_comes_later_is_scaled_as_the_others(reads, where):
+    """By fused kernels, which were chosen for the others: also if the step is not captured by then."""
+
+    def trained_with_one_more(decorate: Callable[..., Any]) -> nn.Module:
+        model = model_on(where, mlp)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(where, init_scale=4.0)
+
+        @decorate
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+            return float(loss) if reads else loss
+
+        trained(step, points(where)[:6])
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.3})
+        trained(step, points(where)[6:])
+        return model
+
+    same_state(trained_with_one_more(graphex.train_step(compile=False)), trained_with_one_more(lambda step: step))
+
+
+@pytest.mark.filterwarnings("ignore::graphex.GraphexWarning", "ignore:.*deterministic")
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_begins_with_the_first_gradient_that_is_used(dampening, reads, where):
+    """Gradients of the first step are infinite, and a layer is trained from the seventh step on."""
+
+    def trained_from_late_on(decorate: Callable[..., Any]) -> nn.Module:
+        model = model_on(where, mlp)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        scaler = torch.amp.GradScaler(where, init_scale=4.0)
+
+        @decorate
+        def step(x, y):
+            loss = functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return float(loss) if reads else loss
+
+        for number, (x, y) in enumerate(points(where)):
+            model[0].requires_grad_(number > 5)
+            step(x if number else x * math.inf, y)
+        return model
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nothing is written to is nan
+    try:
+        mine, theirs = map(trained_from_late_on, (graphex.train_step(compile=False), lambda step: step))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same_state(mine, theirs)
+
+
+def test_a_scaler_that_is_switched_off_is_as_none(where):
+    mine, theirs = model_on(where, mlp), model_on(where, mlp)
+    scaler = torch.amp.GradScaler(where, enabled=False)
+    step = graphex.train_step(mine, functional.cross_entropy, adam(mine), scaler=scaler, clip_norm=1e9)
+    close(trained(step, points(where)), trained(written_out(theirs, adam(theirs)), points(where)))
     assert [count(step, "captured"), *reasons(step)] == [1]
 
 

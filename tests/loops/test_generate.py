@@ -424,6 +424,11 @@ def test_what_transformers_refuses_is_refused(model, wanted):
     assert reasons(model) == []
 
 
+def test_beams_that_are_sampled_take_a_streamer_as_transformers_does(model):
+    wanted = SAMPLED | {"num_beams": 2, "streamer": Streamer()}
+    assert looped(model, prompt(), **wanted).shape == model.generate(prompt(), **wanted).shape
+
+
 def test_layers_that_keep_another_state_are_left_to_transformers(captures):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 96}
     config = transformers.MambaConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +108,40 @@ def test_behind_a_long_prompt_nothing_runs_before_a_change_is_seen(captures, mon
         replays.append(len(captures.replayed) - before)
     assert replays[1] - replays[0] == 3  # of the step before the change
     assert replays[2:] == [replays[0]] * 2
+
+
+STEERING: list[torch.Tensor | None] = [torch.zeros(32)]
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_tensor_that_only_python_leads_to_may_be_replaced():
+    model, held = built("llama", num_hidden_layers=1), SimpleNamespace(by=torch.zeros(32))
+    mlp = model.model.layers[0].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: inner(x) + held.by + STEERING[0]
+    changes = (
+        lambda by: setattr(held, "by", by),
+        lambda by: operator.setitem(STEERING, 0, by),
+        lambda by: setattr(held.by, "data", by),
+    )
+    for seed, change in enumerate((*changes, *changes)):
+        change(4 * torch.randn(32, generator=torch.Generator().manual_seed(seed)))
+        assert torch.equal(looped(model, prompt(), **GREEDY), model.generate(prompt(), **GREEDY))
+    assert graphex.generation(model).last.captured
+    assert reasons(model) == []
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_step_that_reads_a_tensor_to_which_no_way_is_known_is_not_captured():
+    model, long = built("llama", num_hidden_layers=1), [None] * 2000
+    mlp = model.model.layers[0].mlp
+    inner = mlp.forward
+    mlp.forward = lambda x: inner(x) + long[-1]
+    with pytest.warns(graphex.GraphexWarning, match="found on no way from the model"):
+        for seed in range(3):
+            long[-1] = 4 * torch.randn(32, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(looped(model, prompt(), **GREEDY), model.generate(prompt(), **GREEDY))
+    assert not graphex.generation(model).last.captured
 
 
 class Heard:

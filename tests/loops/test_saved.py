@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 import textwrap
+from types import FunctionType
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ class Step(nn.Module):
 
     def forward(self, x: Tensor, cache: Tensor) -> Tensor:
         cache.add_(x)
-        return torch.nn.functional.gelu(self.linear(x)) * self.scale + cache
+        is_known = type(self).__name__ in {"Step", "Stride", "Stair"}  # a set, which each process orders in its own way
+        return torch.nn.functional.gelu(self.linear(x)) * self.scale + (cache if is_known else 0)
 
 
 @pytest.fixture
@@ -193,6 +195,7 @@ def halved(x: Tensor) -> Tensor:
         torch.ops.aten.relu.default,
         doubled,
         lambda x: x + 1,
+        FunctionType(doubled.__code__, {**globals(), "__name__": "__main__"}),  # as of a script that loads its own file
         nn.ReLU(),
     ],
 )

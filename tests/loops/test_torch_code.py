@@ -56,6 +56,15 @@ class Holding(Scores):
         self.other = Processor()
 
 
+class Sharing(Processor):
+    """Reads a tensor of its class, which another one may replace unseen."""
+
+    shared = torch.linspace(-3, 3, 96)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + self.shared
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     return built("llama", num_hidden_layers=1)
@@ -79,7 +88,13 @@ def test_torch_code_on_scores_is_a_part_of_the_step(model, captures):
 def test_a_processor_that_has_changed_is_another_step(model):
     processor = Scores()
     given = transformers.LogitsProcessorList([processor])
-    for change in (lambda: None, lambda: setattr(processor, "scale", -2.0), lambda: processor.bias.mul_(-1)):
+    changes = (
+        lambda: None,
+        lambda: setattr(processor, "scale", -2.0),
+        lambda: processor.bias.mul_(-1),
+        lambda: setattr(processor.bias, "data", processor.bias.clone()),
+    )
+    for change in changes:
         change()
         found = looped(model, prompt(), logits_processor=given, **GREEDY)
         assert torch.equal(found, model.generate(prompt(), logits_processor=given, **GREEDY))
@@ -95,6 +110,7 @@ def test_a_processor_that_has_changed_is_another_step(model):
         (Counting, "Counting changes itself in every call"),
         (Reading, "Reading cannot be traced"),
         (Holding, "Holding holds a Processor, which may change"),
+        (Sharing, "Sharing reads a tensor that it does not hold itself"),
     ],
 )
 def test_all_others_run_on_the_host_with_the_reason_on_record(model, kind, reason):
