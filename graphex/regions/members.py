@@ -34,7 +34,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.shapes import known_range
+from graphex.analysis.shapes import known_equal, known_range
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import FakeTensor, free_unbacked_symbols, pytree
@@ -97,6 +97,7 @@ _SAME_ELEMENTS = frozenset(
 )
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
+_VARIANCES = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 # Norms, whose statistics Inductor returns in the type of what is normalised.
 _NORMS = frozenset(
@@ -308,6 +309,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
     if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
+    if op is not None and op.overloadpacket in _VARIANCES and _reads_one_number(node):
+        return "Inductor takes the variance of one number for 0, also of nan"
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
         is_boolean = value[0].dtype == torch.bool
         return "Inductor finds another place than eager among booleans" if is_boolean else ""
@@ -337,6 +340,10 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
     return _why_not_rounded(node, value.dtype, device)
+
+
+def _reads_one_number(node: Node) -> bool:
+    return known_equal(node.all_input_nodes[0].meta["val"].numel(), 1)
 
 
 def _why_not_integer(node: Node, op: torch._ops.OpOverloadPacket, dtype: torch.dtype) -> str:
