@@ -59,12 +59,12 @@ _DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
+# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, for infinite ones, or for nan.
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {
         *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv),
-        *(aten.fmax, aten.fmin, aten.fmod, aten.special_ndtr),
+        *(aten.fmax, aten.fmin, aten.fmod, aten.special_ndtr, aten.grid_sampler_2d),
     }
 )
 # Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.

@@ -1427,6 +1427,18 @@ def test_sums_of_one_number_are_of_its_type():
     assert not graphex.journal(run).fallbacks
 
 
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_places_in_an_image_may_be_infinite_or_nan(uncompiled, padding):
+    def program(x, grid):
+        return nn.functional.grid_sample(x, grid, padding_mode=padding, align_corners=False) * 2, (x * 2).sin() + 1
+
+    run, x = compiled(program), torch.randn(1, 2, 5, 5)
+    grid = torch.tensor([[[[nan, 0.0], [inf, 0.0], [-inf, 0.5], [0.0, nan], [0.3, 0.4]]]])
+    torch.testing.assert_close(run(x, grid), program(x, grid), equal_nan=True)
+    assert "Inductor's code for it is wrong near zero, or for large numbers" in borders(run)
+    assert regions(run)
+
+
 def test_the_variance_of_one_number_that_is_infinite_is_nan():
     def program(x):
         return torch.std(x.sum(), 0, correction=0) * 2, torch.var_mean(x, 0, correction=0), (x * 2).sin() + 1
