@@ -96,6 +96,7 @@ _SAME_ELEMENTS = frozenset(
     }
 )
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
+_ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _VARIANCES = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
@@ -184,9 +185,21 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
+    op = operator_of(node)
+    if op is not None and op.overloadpacket in _ABSOLUTE and not _begins_its_memory(node.all_input_nodes[0]):
+        return "it counts from the start of memory, and compiled code from that of the tensor"
     if not can_raise(node) or lookups_of(node) is not None:
         return ""
     return f"{cause_of_raising(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+
+
+def _begins_its_memory(node: Node) -> bool:
+    """Whether a value lies at the start of memory that the graph allocates; an input may lie anywhere in another."""
+    value = node.meta.get("val")
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    is_made = node.op not in ("placeholder", "get_attr")
+    return is_made and isinstance(value, Tensor) and known_equal(value.storage_offset(), 0)
 
 
 View = tuple[torch._ops.OpOverload, tuple[Any, ...]]

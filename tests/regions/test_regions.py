@@ -1427,6 +1427,19 @@ def test_sums_of_one_number_are_of_its_type():
     assert not graphex.journal(run).fallbacks
 
 
+def test_places_in_memory_are_counted_from_its_start():
+    def program(x):
+        made = (x * 2).cos()
+        return x.as_strided((3,), (2,), 5).sin() * 2 + 1, made.view(-1).as_strided((2, 2), (1, 1)) * 3 + 1
+
+    run, whole = compiled(program), torch.arange(18.0)
+    for x in (whole[4:14], whole[:10], whole[6:16]):
+        close(run(x), program(x))
+    assert regions(run)
+    assert borders(run) == set()
+    assert not graphex.journal(run).fallbacks
+
+
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_places_in_an_image_may_be_infinite_or_nan(uncompiled, padding):
     def program(x, grid):
