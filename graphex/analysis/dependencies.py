@@ -50,7 +50,7 @@ from graphex.analysis.effects import (
     region_of,
     synchronisation,
 )
-from graphex.analysis.graphs import origins, placement, topological_order
+from graphex.analysis.graphs import argument, origins, placement, topological_order
 from graphex.ops.scope import NAMESPACES, NOTHING_TO_RUN
 from graphex.torch_private.symbolic import free_unbacked_symbols
 
@@ -58,11 +58,14 @@ from graphex.torch_private.symbolic import free_unbacked_symbols
 # of those that torch derives from them, begin in the same way.
 _RAISES = (
     "_assert",
+    "_fake_quantize_learnable_per_channel",
     "_functional_assert",
+    "_hist",
     "_linalg",
     "_pack_padded_sequence",
     "cholesky",
-    "histc",
+    "fake_quantize_per_channel",
+    "hist",
     "linalg",
     "multinomial",
     "normal",
@@ -70,6 +73,7 @@ _RAISES = (
     "binomial",
     "bernoulli",
     "repeat_interleave",
+    "searchsorted",
     "sym_constrain",
     "_functional_sym_constrain",
 )
@@ -80,6 +84,7 @@ _RAISES_ON_CPU = (
     "_index_put_impl",
     "_unsafe_index",
     "_unsafe_masked_index",
+    "binary_cross_entropy",
     "bincount",
     "ctc_loss",
     "embedding",
@@ -98,6 +103,8 @@ _RAISES_ON_CPU = (
     "segment_reduce",
     "take",
 )
+# those that do not, whatever their names begin with: they look at sizes alone, or at nothing
+_RAISES_NOT = frozenset({"linalg_vector_norm", "binary_cross_entropy_backward", "binary_cross_entropy_with_logits"})
 _INTEGER_DIVISIONS = frozenset({"div", "divide", "floor_divide", "fmod", "remainder"})
 _ROWS = ("rotary_write", "rotary_qkv_write", "rotary_attention", "embedding", "scatter", "index")  # of our own ops
 
@@ -118,6 +125,8 @@ def can_raise(node: Node) -> bool:
         return not is_size_arithmetic(node) and synchronisation(node) is None
     where = _raises(op)
     if where == "nowhere" and not any(map(_is_read_back, node.all_input_nodes)):
+        return False
+    if _name(op) == "searchsorted" and argument(node, "sorter") is None:
         return False
     if _name(op) == "_unsafe_index" and not any(map(_depends_on_inputs, node_leaves(node.args[1:]))):
         return False  # torch's own, of `interpolate` for one: it counts rows and columns, which are there
@@ -190,7 +199,9 @@ def _raises(op: torch._ops.OpOverload) -> str:
         return "nowhere"
     if op.namespace not in PURE_NAMESPACES or torch.Tag.data_dependent_output in op.tags:
         return "everywhere"
-    if _name(op).startswith(_RAISES) and _name(op) != "linalg_vector_norm":  # that one looks at sizes alone
+    if _name(op) in _RAISES_NOT:
+        return "nowhere"
+    if _name(op).startswith(_RAISES):
         return "everywhere"
     has_indices = _name(op).startswith(_RAISES_ON_CPU if op.namespace == "aten" else _ROWS)
     return "on a CPU" if has_indices or _is_division(op) else "nowhere"

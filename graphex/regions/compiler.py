@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex import env
 from graphex.analysis import known_equal
@@ -63,7 +63,8 @@ from graphex.torch_private.inductor import (
 from graphex.torch_private.memory import extent
 from graphex.torch_private.symbolic import hint_of, mode_of
 
-MM = torch.ops.aten.mm.default
+aten = torch.ops.aten
+MM = aten.mm.default
 
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
@@ -177,7 +178,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
     mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
     assert mode is not None
-    whole, made = inductor_compile(body, inputs, mode, patches, traced)
+    whole, made = inductor_compile(body, inputs, mode, patches, traced, _misleading_patterns(body.graph))
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]
     assert isinstance(returned, (list, tuple))
@@ -203,6 +204,27 @@ def _spellings(body: GraphModule) -> dict[torch._ops.OpOverload, Callable[..., A
     return {op: SPELLINGS[op] for node in called if (op := node.target) in SPELLINGS} | {
         op: partial(_of_rounded_numbers, op, SPELLINGS.get(op)) for op in rounding
     }
+
+
+_SCALED_MAXIMUM = frozenset({"mul_softmax_pattern", "div_softmax_pattern"})  # scale(x) - scale(x).amax()
+
+
+def _misleading_patterns(graph: Graph) -> frozenset[str]:
+    """Inductor's patterns that would make other numbers of a graph than its ops do.
+
+    A scale is moved behind the difference of a softmax: out of integers that wrap around, out of a cast, and numbers
+    before it may be too far apart. It is meant for products that a GPU computes twice, once more exactly.
+    """
+    is_on_gpu = _is_on_gpu([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
+    scales = (node for node in graph.nodes if getattr(node.target, "overloadpacket", None) in (aten.mul, aten.div))
+    return frozenset() if is_on_gpu and all(map(_is_of_one_type, scales)) else _SCALED_MAXIMUM
+
+
+def _is_of_one_type(node: Node) -> bool:
+    """Whether a node, all that it reads and all that reads it are of one floating type."""
+    values = [each.meta.get("val") for each in (node, *node.all_input_nodes, *node.users)]
+    types = {value.dtype for value in values if isinstance(value, Tensor)}
+    return len(types) == 1 and all(dtype.is_floating_point for dtype in types)
 
 
 def _of_rounded_numbers(
@@ -331,6 +353,28 @@ def _is_left_out(part: Tensor, dim: int) -> bool:
     return known_equal(part.shape[0 if part.dim() == 1 else dim], 0)
 
 
+def _summed(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums of what was cast first: Inductor forgets the type where each number is the same."""
+    if dtype is None or dtype == torch.bool:
+        return NotImplemented
+    return torch.cumsum(x.to(dtype), dim).to(dtype)
+
+
+def _filled(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """A tensor filled with a number as its type holds it, for Inductor computes with the number: 2 for 2.7 of int64."""
+    dtype, number = kwargs.get("dtype") or getattr(args[0], "dtype", None), args[-1]
+    held = _as_held(number, dtype) if isinstance(dtype, torch.dtype) and type(number) in (int, float, bool) else number
+    return NotImplemented if held is number else op(*args[:-1], held, **kwargs)
+
+
+def _as_held(number: Any, dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex or not isfinite(number):
+        return number
+    held = bool(number) if dtype == torch.bool else int(number)
+    held = held % 2**8 if dtype == torch.uint8 else held
+    return number if held == number and isinstance(number, int) else held
+
+
 SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.addcmul.default: _added_product,
     torch.ops.aten.cat.default: _joined,
@@ -338,12 +382,16 @@ SPELLINGS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.clamp.default: _clamped,
     torch.ops.aten.clamp_max.default: _bounded,
     torch.ops.aten.clamp_min.default: _clamped,
+    torch.ops.aten.cumsum.default: _summed,
     torch.ops.aten.div.Scalar: _divided,
     torch.ops.aten.div.Tensor: _divided,
     torch.ops.aten.elu.default: _elu,
     torch.ops.aten.expm1.default: _less_one,
+    torch.ops.aten.full.default: partial(_filled, aten.full.default),
+    torch.ops.aten.full_like.default: partial(_filled, aten.full_like.default),
     torch.ops.aten.hardtanh.default: _clamped,
     torch.ops.aten.neg.default: _negated,
+    torch.ops.aten.new_full.default: partial(_filled, aten.new_full.default),
     torch.ops.aten.pow.Tensor_Scalar: _power,
 }
 

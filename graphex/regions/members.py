@@ -34,7 +34,7 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.shapes import known_range
+from graphex.analysis.shapes import known_equal, known_range
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.torch_private.symbolic import FakeTensor, free_unbacked_symbols, pytree
@@ -59,12 +59,12 @@ _DTYPES = frozenset(
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     }
 )
-# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, or for infinite ones.
+# Ops that Inductor gets wrong by more than rounding: near zero, for large numbers, for infinite ones, or for nan.
 _INEXACT = frozenset({aten.floor_divide, aten.remainder})
 _INEXACT_ON_CPU = frozenset(
     {
         *(aten.acosh, aten.asinh, aten.atanh, aten.erf, aten.erfinv),
-        *(aten.fmax, aten.fmin, aten.fmod, aten.special_ndtr),
+        *(aten.fmax, aten.fmin, aten.fmod, aten.special_ndtr, aten.grid_sampler_2d),
     }
 )
 # Ops that Triton's library computes otherwise than eager, at 89 and above, or for infinite numbers.
@@ -96,7 +96,9 @@ _SAME_ELEMENTS = frozenset(
     }
 )
 _PARTS = frozenset({aten.select.int, aten.slice.Tensor})
+_ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
+_VARIANCES = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
 _SMALLEST = frozenset({aten.amin, aten.aminmax, aten.argmin, aten.min})
 # Norms, whose statistics Inductor returns in the type of what is normalised.
 _NORMS = frozenset(
@@ -185,9 +187,21 @@ def _why_not_pure(node: Node) -> str:
         return "it draws random numbers"
     if is_effectful(node):
         return "it has an effect besides its value"
+    op = operator_of(node)
+    if op is not None and op.overloadpacket in _ABSOLUTE and not _begins_its_memory(node.all_input_nodes[0]):
+        return "it counts from the start of memory, and compiled code from that of the tensor"
     if not can_raise(node) or lookups_of(node) is not None:
         return ""
     return f"{cause_of_raising(node)} has to raise eager's error at once; compiled code may raise another one, or later"
+
+
+def _begins_its_memory(node: Node) -> bool:
+    """Whether a value lies at the start of memory that the graph allocates; an input may lie anywhere in another."""
+    value = node.meta.get("val")
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    is_made = node.op not in ("placeholder", "get_attr")
+    return is_made and isinstance(value, Tensor) and known_equal(value.storage_offset(), 0)
 
 
 View = tuple[torch._ops.OpOverload, tuple[Any, ...]]
@@ -352,6 +366,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
     if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
+    if op is not None and op.overloadpacket in _VARIANCES and _reads_one_number(node):
+        return "Inductor takes the variance of one number for 0, also of nan"
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
         is_boolean = value[0].dtype == torch.bool
         return "Inductor finds another place than eager among booleans" if is_boolean else ""
@@ -381,6 +397,10 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
     return _why_not_rounded(node, value.dtype, device)
+
+
+def _reads_one_number(node: Node) -> bool:
+    return known_equal(node.all_input_nodes[0].meta["val"].numel(), 1)
 
 
 def _why_not_integer(node: Node, op: torch._ops.OpOverloadPacket, dtype: torch.dtype) -> str:

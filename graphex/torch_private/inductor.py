@@ -16,9 +16,9 @@ import copy
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
@@ -144,6 +144,8 @@ _CODE = "torch._inductor.runtime.compile_tasks"  # modules of code are in sys.mo
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
 _FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
 _ISA_OK = {"cpp.vec_isa_ok": True}
+_PATTERNS = "torch._inductor.fx_passes.joint_graph.pass_patterns"  # matched before the key of Inductor's cache is made
+_leaving_out = threading.RLock()
 _NAMES = (
     "torch._inductor.compile_fx.compile_fx_inner",
     "torch._functorch.config.patch",
@@ -230,10 +232,12 @@ def inductor_compile(
     fake_mode: FakeTensorMode,
     patches: Mapping[str, Any],
     inlined: Mapping[Any, Callable[..., Any]],
+    left_out: Collection[str] = (),
 ) -> tuple[Callable[..., Any], list[tuple[GraphModule, OutputCode]]]:
     """Compile a functional graph for fake inputs: the callable, and the graphs that Inductor was given with their code.
 
-    `inlined` are ops with functions that are traced in their place, unless these return NotImplemented.
+    `inlined` are ops with functions that are traced in their place, unless these return NotImplemented. `left_out` are
+    Inductor's patterns that are not looked for, by the names of their functions.
 
     Guards on symbolic sizes go to the shape environment of `fake_mode`. AOTAutograd's cache is off, because a hit would
     not hand out the code; Inductor's own cache is on. Gradients are off: with them AOTAutograd would trace a backward
@@ -248,7 +252,10 @@ def inductor_compile(
         return code
 
     without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
-    with torch.no_grad(), _tracing(fake_mode), _floats_are_tensors(fake_mode), without_cache, _without_complaint():
+    as_asked = (without_cache, _without_complaint(), _without_patterns(left_out))
+    with torch.no_grad(), _tracing(fake_mode), _floats_are_tensors(fake_mode), ExitStack() as stack:
+        for each in as_asked:
+            stack.enter_context(each)
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             table = find("torch._inductor.decomposition.select_decomp_table")()
@@ -267,6 +274,29 @@ def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
         return theirs(*args, **kwargs) if result is NotImplemented else result
 
     return decomposed
+
+
+@contextmanager
+def _without_patterns(names: Collection[str]) -> Iterator[None]:
+    """Take patterns out of Inductor's tables while the block runs; other threads that want the same wait."""
+    if not names:
+        yield
+        return
+    with _leaving_out:
+        tables = (each.patterns for each in find(_PATTERNS))
+        lists: list[list[Any]] = [entries for table in tables for entries in table.values()]
+        before = [(entries, list(entries)) for entries in lists if any(_is_of(each, names) for each in entries)]
+        for entries, _ in before:
+            entries[:] = [each for each in entries if not _is_of(each, names)]
+        try:
+            yield
+        finally:
+            for entries, known in before:  # Inductor adds patterns when it first compiles
+                entries[:] = [*known, *(each for each in entries if not any(each is other for other in known))]
+
+
+def _is_of(entry: Any, names: Collection[str]) -> bool:
+    return getattr(getattr(entry, "handler", None), "__name__", "") in names
 
 
 @contextmanager

@@ -44,6 +44,7 @@ INDEXED = [
     (aten.gather.default, FLOATS, 0, INDEX),
     (aten.scatter_add.default, FLOATS, 0, INDEX, FLOATS),
     (aten.take.default, FLOATS, INDEX),
+    (aten.binary_cross_entropy.default, FLOATS, FLOATS),
     (aten.remainder.Tensor, WHOLE, WHOLE),
     (aten.div.Tensor_mode, WHOLE, WHOLE),
 ]
@@ -53,14 +54,18 @@ EVERYWHERE = [
     (aten._assert_scalar.default, 1, "no"),
     (aten.multinomial.default, FLOATS, 1),
     (aten.linalg_inv_ex.default, FLOATS),
+    (aten.histogram.bin_ct, FLOATS, 4),
+    (aten.fake_quantize_per_channel_affine_cachemask.default, FLOATS, FLOATS, WHOLE, 0, 0, 255),
 ]
 NEVER = [
     (aten.add.Tensor, FLOATS, 1),
+    (aten.binary_cross_entropy_with_logits.default, FLOATS, FLOATS),
     (aten.copy_.default, FLOATS, FLOATS),
     (aten.div.Tensor, FLOATS, FLOATS),
     (aten.mm.default, FLOATS, FLOATS),
     (aten.nonzero.default, FLOATS),
     (aten.relu_.default, FLOATS),
+    (aten.searchsorted.Tensor, FLOATS, FLOATS),
     (aten.slice_scatter.default, FLOATS, FLOATS),
     (aten.view.default, FLOATS, [2, 2]),
     (ops.event_record.default, "done", "side", 0),

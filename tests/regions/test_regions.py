@@ -368,6 +368,39 @@ def test_a_region_reads_by_indices_and_raises_what_eager_raises():
     assert not graphex.journal(run).fallbacks
 
 
+RAISING = {
+    "binary cross entropy": (nn.functional.binary_cross_entropy, torch.tensor([1.5]), torch.tensor([1.0])),
+    "histogram": (lambda x: torch.histogram(x, 4)[0], torch.tensor([nan])),
+    "histogram of two": (lambda x: torch.histogramdd(x, [2, 2])[0], torch.tensor([[1.0, inf]])),
+    "zero points": (
+        lambda x, point: torch.fake_quantize_per_channel_affine(x, torch.ones(1), point, 0, 0, 255),
+        torch.ones(1, 3),
+        torch.tensor([999], dtype=torch.int32),
+    ),
+    "order of what is searched": (
+        lambda x, order: torch.searchsorted(x, x, sorter=order),
+        torch.ones(3),
+        torch.tensor([0, 1, 9]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_what_looks_at_its_numbers_raises_between_the_writes_around_it(uncompiled, name):
+    op, *given = RAISING[name]
+
+    def program(buffer, *args):
+        buffer.add_(1)
+        found = op(*args)
+        buffer.mul_(2)
+        return found * 2 + 1, (buffer * 2).sin() + 1
+
+    states, run = [torch.arange(3.0), torch.arange(3.0)], compiled(program)
+    (reason, _), (expected, _) = (outcome(fn, state, *given) for fn, state in zip((run, program), states, strict=True))
+    assert reason == expected != ""
+    assert torch.equal(*states)
+
+
 @pytest.mark.parametrize("place", [(0, 1), (1, 0)])
 def test_a_region_looks_at_the_part_of_the_indices_that_it_reads_by(place):
     def first_column(x, i):
@@ -1410,6 +1443,69 @@ def test_integers_and_booleans_are_eagers():
         "Inductor writes integers for booleans, in C++ behind the end of its result",
         "Inductor's code turns integers into float32",
     }
+
+
+def test_differences_from_the_largest_are_eagers():
+    """Inductor would take the scale out of the difference, past casts and wrapping integers."""
+
+    def program(x, whole):
+        below = [each - each.amax(-1, keepdim=True) for each in ((x * 2).int(), (x / 0.3).long(), whole * 3)]
+        far = ((x.double() * 1e38) * 1e-30).float().log_softmax(-1), (x * 1e38 * 1e-30).log_softmax(-1)
+        return [each + 1 for each in below], far, (whole * 3).float().softmax(-1), (x * 0.125).softmax(-1)
+
+    x, whole = torch.tensor([[1.5, 3.0, 2.25, -3.0]]), torch.tensor([[1, 3, 100, -7]], dtype=torch.int8)
+    run = compiled(program)
+    torch.testing.assert_close(run(x, whole), program(x, whole))
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
+
+
+def test_sums_of_one_number_are_of_its_type():
+    def program(x):
+        filled = torch.full((5,), 2.7, dtype=torch.int64), torch.full((5,), -1, dtype=torch.uint8)
+        filled += torch.full_like(x, 2.7, dtype=torch.int32), x.new_full((5,), 2, dtype=torch.bool)
+        cast = torch.full((5,), 1.7).cumsum(0, dtype=torch.int64), x.cumsum(0, dtype=torch.int8) > 100
+        return [each.cumsum(0) * x for each in filled], [each * x for each in cast]
+
+    run, x = compiled(program), torch.arange(40.0, 45.0)
+    torch.testing.assert_close(run(x), program(x), rtol=0, atol=0)
+    assert regions(run)
+    assert not graphex.journal(run).fallbacks
+
+
+def test_places_in_memory_are_counted_from_its_start():
+    def program(x):
+        made = (x * 2).cos()
+        return x.as_strided((3,), (2,), 5).sin() * 2 + 1, made.view(-1).as_strided((2, 2), (1, 1)) * 3 + 1
+
+    run, whole = compiled(program), torch.arange(18.0)
+    for x in (whole[4:14], whole[:10], whole[6:16]):
+        close(run(x), program(x))
+    assert regions(run)
+    assert borders(run) == set()
+    assert not graphex.journal(run).fallbacks
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_places_in_an_image_may_be_infinite_or_nan(uncompiled, padding):
+    def program(x, grid):
+        return nn.functional.grid_sample(x, grid, padding_mode=padding, align_corners=False) * 2, (x * 2).sin() + 1
+
+    run, x = compiled(program), torch.randn(1, 2, 5, 5)
+    grid = torch.tensor([[[[nan, 0.0], [inf, 0.0], [-inf, 0.5], [0.0, nan], [0.3, 0.4]]]])
+    torch.testing.assert_close(run(x, grid), program(x, grid), equal_nan=True)
+    assert "Inductor's code for it is wrong near zero, or for large numbers" in borders(run)
+    assert regions(run)
+
+
+def test_the_variance_of_one_number_that_is_infinite_is_nan():
+    def program(x):
+        return torch.std(x.sum(), 0, correction=0) * 2, torch.var_mean(x, 0, correction=0), (x * 2).sin() + 1
+
+    run, x = compiled(program), torch.tensor([inf])
+    torch.testing.assert_close(run(x), program(x), equal_nan=True)
+    assert "Inductor takes the variance of one number for 0, also of nan" in borders(run)
+    assert regions(run)
 
 
 def test_numbers_out_of_the_range_of_a_byte_are_cast_as_by_eager():
