@@ -69,11 +69,6 @@ MM = aten.mm.default
 MINDS = ("cuda",)  # devices whose libraries are slow at rows that are not aligned
 ALIGNED = 8  # elements of two bytes
 BYTES_ALIGNED = 16  # Inductor's code may rely on it, and copies an input that is not
-_NAME_PLACES = (  # ops that name a place in the memory of their argument, wherever that begins itself
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.as_strided_scatter.default,
-)
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 MANY_ROWS = 128  # products of fewer are bound by reading the weight, and Inductor leaves them as they are
 LARGE_WEIGHT = 2**24  # elements: copying them takes longer than a second product
@@ -467,16 +462,14 @@ def _row(body: GraphModule, node: Node, number: dict[Node, int]) -> Hashable:
     target = "" if node.op in ("placeholder", "output") else str(node.target)
     args = map_arg((node.args, dict(sorted(node.kwargs.items()))), lambda value: f"node {number[value]}")
     value = node.meta.get("val")
-    return node.op, target, repr(args), _given_key(body, value) if node.op == "placeholder" else layout_key(value)
+    return node.op, target, repr(args), _given_key(value) if node.op == "placeholder" else layout_key(value)
 
 
-def _given_key(body: GraphModule, value: Any) -> Hashable:
+def _given_key(value: Any) -> Hashable:
     """The layout of an input. Code begins where the input does, wherever that is in its memory: `x[:, 0]` and `x[:, 1]`
-    are alike if they are aligned alike, unless an op names a place in the memory itself.
+    are alike if they are aligned alike. No member of a region names a place in the memory of an input.
     """
     if not isinstance(value, Tensor) or not isinstance(value.storage_offset(), int):
-        return layout_key(value)
-    if any(body.graph.find_nodes(op="call_function", target=op) for op in _NAME_PLACES):
         return layout_key(value)
     return *_sizes_key(value), value.storage_offset() * value.element_size() % BYTES_ALIGNED
 
