@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import wraps
 from importlib import import_module
@@ -207,7 +208,7 @@ def _entry() -> Callable[..., Any]:
 
 def _where_tracing_works(compile: F) -> F:
     """Let another thread compile outside of a compilation of Dynamo's: in the middle of a call, dispatch keys that
-    tracing needs may be off in this one.
+    tracing needs may be off in this one. The settings are this thread's.
     """
 
     @wraps(compile)
@@ -215,7 +216,7 @@ def _where_tracing_works(compile: F) -> F:
         if find("torch._guards.TracingContext").try_get() is not None:
             return compile(*args)
         with ThreadPoolExecutor(1) as other_thread:
-            return other_thread.submit(compile, *args).result()
+            return other_thread.submit(copy_context().run, compile, *args).result()
 
     return cast(F, call)
 

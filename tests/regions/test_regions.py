@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -1060,6 +1061,16 @@ def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     assert torch.equal(run(x), chain(x))
     (record,) = graphex.journal(run).fallbacks
     assert record.reason == "RuntimeError: no room for another kernel"
+
+
+def test_settings_of_inductor_hold_for_a_graph_that_dynamo_does_not_compile():
+    def kernels(**settings):
+        gm = make_fx(chain)(torch.randn(4, 8))
+        with torch._inductor.config.patch(settings):
+            return regions(graphex.compile_fx(gm, (torch.randn(4, 8),)))[0].kernels
+
+    assert all("sin" in name for name in kernels())
+    assert not any("sin" in name for name in kernels(**{"cpp.descriptive_names": False}))
 
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
