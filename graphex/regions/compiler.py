@@ -57,6 +57,7 @@ from graphex.torch_private.inductor import (
     inductor_compile,
     known_settings,
     runner_of,
+    try_instruction_set,
     without_inductor,
     wrapping_integers,
 )
@@ -173,6 +174,8 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     traced = {**formulas, **_spellings(body), **({MM: _in_two_parts} if odd else {})}
     mode = mode_of(node.meta.get("val") for node in body.graph.nodes)
     assert mode is not None
+    if not _is_on_gpu(inputs):
+        try_instruction_set()
     whole, made = inductor_compile(body, inputs, mode, patches, traced, _misleading_patterns(body.graph))
     seconds = time.perf_counter() - started
     returned = body.graph.output_node().args[0]

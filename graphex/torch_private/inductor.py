@@ -13,15 +13,16 @@ one that loads compiled regions. `GRAPHEX_LEAN_IMPORTS=off` switches it off.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -143,6 +144,7 @@ _SOURCES = "torch._inductor.codecache.torch_key"
 _KERNELS = "torch._inductor.runtime.triton_heuristics"
 _CODE = "torch._inductor.runtime.compile_tasks"  # modules of code are in sys.modules under it
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
+_BUNDLER = "torch._inductor.triton_bundler.TritonBundler"
 _FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
 _ISA_OK = {"cpp.vec_isa_ok": True}
 _PATTERNS = "torch._inductor.fx_passes.joint_graph.pass_patterns"  # matched before the key of Inductor's cache is made
@@ -321,6 +323,28 @@ def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
 # -- code for another process ------------------------------------------------------------------------------------------
 
 
+def try_instruction_set() -> None:
+    """Try the newest instruction set of this CPU, for which Inductor compiles, and none of the older ones if it works.
+
+    Inductor tries all of them, for seconds, and takes the first. It is left to where a setting may ask for another.
+    """
+    module, config = find("torch._inductor.cpu_vec_isa"), find("torch._inductor.config")
+    listed: Any = getattr(module, "valid_vec_isa_list", None)
+    settings = (config.cpp.vec_isa_ok, config.cpp.simdlen, os.environ.get("ATEN_CPU_CAPABILITY"))
+    if not hasattr(listed, "cache_info") or listed.cache_info().currsize or any(each is not None for each in settings):
+        return
+    works: dict[int, bool] = {}  # by instruction set, in the order of their trials
+
+    def tried(each: Any, code: str) -> bool:
+        if any(result for other, result in works.items() if other != id(each)):
+            return True
+        works[id(each)] = (found := bool(type(each).check_build(each, code))) and works.get(id(each), True)
+        return found
+
+    with _trials_by(tried):
+        listed()
+
+
 def known_instruction_set() -> dict[str, Any]:
     """The setting that spares another process the trial of each instruction set of this CPU, which takes a second.
 
@@ -339,11 +363,11 @@ def known_instruction_set() -> dict[str, Any]:
 
 
 @contextmanager
-def _without_trials(is_known: bool) -> Iterator[None]:
-    """Try no instruction sets inside if trials are known to succeed. The setting alone spares one of three."""
-    sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ()) if is_known else ()
+def _trials_by(tried: Callable[[Any, str], bool]) -> Iterator[None]:
+    """Ask this function inside whether code for an instruction set can be compiled and loaded."""
+    sets = getattr(find("torch._inductor.cpu_vec_isa"), "supported_vec_isa_list", ())
     for each in sets:
-        each.check_build = lambda code: True
+        each.check_build = partial(tried, each)
     try:
         yield
     finally:
@@ -425,7 +449,10 @@ def unpacked_code(
     boxed = find("torch._inductor.utils.BoxedBool")
     constants = find("torch._inductor.output_code.CompiledFxGraphConstants")()
     settings = find("torch._inductor.config").patch({**patches, "compile_threads": 1})
-    with _tracing(fake_mode), settings, _without_trials(is_known=bool(patches.keys() & _ISA_OK.keys())):
+    # The setting alone spares one trial of three.
+    is_known = patches.keys() & _ISA_OK.keys()
+    trials = _trials_by(lambda _, code: True) if is_known else nullcontext()
+    with _tracing(fake_mode), settings, trials:
         code = import_code(lambda: _imported(pickle.loads(data), constants))
         code.post_compile(list(inputs), constants, {"cudagraphs": boxed(False), "is_backward": False})
     return code
@@ -445,7 +472,7 @@ def _imported(packed: tuple[OutputCode, bytes], constants: Any) -> OutputCode:
         return found
     with _sources_known(sources):
         if code._triton_bundle:
-            find("torch._inductor.triton_bundler.TritonBundler").read_and_emit(code._triton_bundle)
+            find(_BUNDLER).read_and_emit(code._triton_bundle)
         code.after_deserialization(constants)
     return code
 

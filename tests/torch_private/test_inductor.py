@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 import torch
 
-from tests.harness.processes import python
+from tests.harness.processes import forked, python
 
 COMPILE = """
     import sys, torch, graphex
@@ -121,3 +121,25 @@ def test_kernels_of_libraries_that_stand_in_are_inductors():
     from graphex.torch_private.inductor import KERNELS
 
     assert all(getattr(extern_kernels, name) is getattr(torch, name) for name in KERNELS)
+
+
+@pytest.mark.parametrize("does_first_work", [True, False])
+def test_older_instruction_sets_are_tried_only_where_the_newest_does_not_work(does_first_work):
+    trials = f"""
+    from torch._inductor import cpu_vec_isa
+    from graphex.torch_private.inductor import try_instruction_set
+
+    tried = []
+
+    def check_build(each, code):
+        tried.append(str(each))
+        return {does_first_work} or str(each) != tried[0]
+
+    cpu_vec_isa.VecISA.check_build = check_build
+    try_instruction_set()
+    found = [str(each) for each in cpu_vec_isa.valid_vec_isa_list()]
+    assert (tried[0] in found) == {does_first_work}, found
+    assert len(set(tried)) <= (1 if {does_first_work} else 2), tried
+    assert not found or str(cpu_vec_isa.pick_vec_isa()) == found[0] == tried[-1]
+    """
+    forked(dedent(trials))
