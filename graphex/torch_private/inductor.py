@@ -144,7 +144,6 @@ _SOURCES = "torch._inductor.codecache.torch_key"
 _KERNELS = "torch._inductor.runtime.triton_heuristics"
 _CODE = "torch._inductor.runtime.compile_tasks"  # modules of code are in sys.modules under it
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
-_BUNDLER = "torch._inductor.triton_bundler.TritonBundler"
 _FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "inductor_post_grad_graph_str": ""}
 _ISA_OK = {"cpp.vec_isa_ok": True}
 _PATTERNS = "torch._inductor.fx_passes.joint_graph.pass_patterns"  # matched before the key of Inductor's cache is made
@@ -472,7 +471,7 @@ def _imported(packed: tuple[OutputCode, bytes], constants: Any) -> OutputCode:
         return found
     with _sources_known(sources):
         if code._triton_bundle:
-            find(_BUNDLER).read_and_emit(code._triton_bundle)
+            find("torch._inductor.triton_bundler.TritonBundler").read_and_emit(code._triton_bundle)
         code.after_deserialization(constants)
     return code
 
