@@ -484,13 +484,14 @@ def config_from(options: object = None, mode: object = None) -> CompilerConfig:
 
 
 _INDUCTORS = {  # options that torch.compile documents for its default backend, and what to write here
-    "triton.cudagraphs": "mode='eager' turns device graphs off",
+    "triton.cudagraphs": "mode='eager' turns device graphs off, which are the default on CUDA",
+    "freezing": "compiled regions read weights in every call, so that these may change",
     "max_autotune": "write mode='max-autotune'",
     "max_autotune_gemm": "write mode='max-autotune'",
     "trace.enabled": "TORCH_COMPILE_DEBUG=1 writes the same files",
     "trace.graph_diagram": "graphex.explain(...).save('report.html') draws graphs",
     **dict.fromkeys(
-        ("coordinate_descent_tuning", "epilogue_fusion", "fallback_random", "freezing", "shape_padding"),
+        ("coordinate_descent_tuning", "epilogue_fusion", "fallback_random", "shape_padding"),
         "set it in torch._inductor.config, which compiled regions obey",
     ),
 }
