@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.errors import count_of
-from graphex.evidence.report.page import FORMAT
+from graphex.evidence.report.page import FORMAT, misfit
 from graphex.evidence.report.summary import Sentence, device_ops, rule_counts, sentence
 
 Site = tuple[str, str]  # the rule; the module, or else the line of code
@@ -52,7 +52,7 @@ def _of_one_model(before: dict[str, Any], after: dict[str, Any]) -> dict[str, An
     edits = model_changes(before, after)
     previews = _compares_previews(before, after)
     lost, won, slower = _lost_and_won(before, after, previews)
-    titles = before.get("titles", {}) | after.get("titles", {})
+    titles = before["titles"] | after["titles"]
     for place in (*lost, *won, *slower):
         place["title"] = titles.get(place["rule"], place["rule"])
     return {
@@ -116,7 +116,7 @@ def _parts(data: dict[str, Any]) -> set[tuple[str, str]]:
     """The modules of a model, (path without numbers, class) each; of a model without modules, its ops."""
     modules = {(pattern_of(path), kind) for graph in data["graphs"] for path, kind in graph["modules"]}
     given = [(graph, graph["pictures"][0]) for graph in data["graphs"] if graph["pictures"]]
-    ops = {(graph["nodes"][place].get("target", ""), "") for graph, places in given for place in places}
+    ops = {(graph["nodes"][place]["target"], "") for graph, places in given for place in places}
     return modules or {op for op in ops if "." in op[0]}
 
 
@@ -167,7 +167,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, st
     """The differences between the two compilations: options first, then versions and the machine."""
     found = []
     for what, old, new in (
-        ("option", before.get("options") or {}, after.get("options") or {}),
+        ("option", before["options"], after["options"]),
         ("version", before["made_with"], after["made_with"]),
     ):
         for name in dict.fromkeys([*old, *new]):
@@ -183,7 +183,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, st
 
 def _compares_previews(before: dict[str, Any], after: dict[str, Any]) -> bool:
     """Whether previews were asked for, or not, in both reports alike."""
-    old, new = ((data.get("options") or {}).get("lift_idioms") for data in (before, after))
+    old, new = (data["options"].get("lift_idioms") for data in (before, after))
     return bool(old == new)
 
 
@@ -207,8 +207,9 @@ def _common(sites: dict[Site, list[str]], other: dict[str, Any]) -> dict[Site, l
 
 def _slower(sites: Counter[Site], lines: dict[Site, list[str]], other: dict[str, Any]) -> Counter[Site]:
     """The regions among some places that the other report has compiled too, and measured as slower than single ops."""
-    records = (each for graph in other["graphs"] for each in graph.get("more", ()) if each["kind"] == _REGION)
-    tried = Counter(_code(each["lines"][0]) for each in records if each["status"] == "slower" and each["lines"])
+    records = (each for graph in other["graphs"] for each in graph["more"] if each["kind"] == _REGION)
+    known = (each for each in records if not misfit(each, {"status": str, "lines": [str]}))
+    tried = Counter(_code(each["lines"][0]) for each in known if each["status"] == "slower" and each["lines"])
     found: Counter[Site] = Counter()
     for site, times in sites.items():
         alike = min(times, sum(tried[line] for line in set(lines[site]))) if site[0] == _REGION else 0

@@ -32,7 +32,7 @@ _RECORD = {"rule": str, "reason": str, "line": str, "node": str}
 _GRAPH = {
     "name": str,
     "modules": [[str]],
-    "nodes": [{"name": str, "computes": _NUMBER, "module": int}],
+    "nodes": [{"name": str, "target": str, "computes": _NUMBER, "module": int}],
     "rewrites": [{"rule": str, "effect": str, "pass_name": str, "line": str, "into": [str], "nodes": [str]}],
     "refusals": [_RECORD | {"bytes_moved": _NUMBER}],
     "near_misses": [_RECORD],
@@ -42,10 +42,14 @@ _GRAPH = {
     "fallbacks": [dict],
     "passes": [{"seconds": _NUMBER}],
     "pictures": [[int]],
+    "more": [{"kind": str}],
     "runs": int,
 }
 _ANY = {"title": str, "summary": [_SENTENCE], "made_with": dict}
-KINDS: dict[str, Any] = {"report": _ANY | {"graphs": [_GRAPH]}, "difference": _ANY}
+KINDS: dict[str, Any] = {
+    "report": _ANY | {"graphs": [_GRAPH], "options": dict, "titles": dict},
+    "difference": _ANY,
+}
 _ASSETS = files("graphex.evidence.report") / "assets"
 _LIBRARIES = ("vendor/dagre.min.js", "vendor/cytoscape.min.js")
 _PROGRAM = (

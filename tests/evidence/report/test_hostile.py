@@ -114,7 +114,8 @@ def test_what_stands_in_the_page_is_the_data_and_ends_nothing(value: Any) -> Non
 @settings(max_examples=10, deadline=None)
 @given(title=st.text(), line=st.text())
 def test_a_page_gives_its_data_back(tmp_path_factory: pytest.TempPathFactory, title: str, line: str) -> None:
-    data = {"kind": "report", "title": title, "summary": [], "made_with": {}, "graphs": [], "files": [line]}
+    data = {"kind": "report", "title": title, "summary": [], "made_with": {}}
+    data |= {"graphs": [], "options": {}, "titles": {}, "files": [line]}
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page(data), encoding="utf-8")
     assert read_data(path) == data
