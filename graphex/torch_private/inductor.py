@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial, wraps
@@ -254,10 +254,14 @@ def inductor_compile(
         return code
 
     without_cache = find("torch._functorch.config").patch(enable_autograd_cache=False)
-    as_asked = (without_cache, _without_complaint(), _without_patterns(left_out))
-    with torch.no_grad(), _tracing(fake_mode), _floats_are_tensors(fake_mode), ExitStack() as stack:
-        for each in as_asked:
-            stack.enter_context(each)
+    with (
+        torch.no_grad(),
+        _tracing(fake_mode),
+        _floats_are_tensors(fake_mode),
+        without_cache,
+        _without_complaint(),
+        _without_patterns(left_out),
+    ):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
             table = find("torch._inductor.decomposition.select_decomp_table")()
