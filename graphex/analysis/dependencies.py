@@ -128,7 +128,7 @@ def can_raise(node: Node) -> bool:
         return False
     if _name(op) == "searchsorted" and argument(node, "sorter") is None:
         return False
-    if _name(op) == "_unsafe_index" and not any(map(_depends_on_inputs, node_leaves(node.args[1:]))):
+    if _name(op).startswith("_unsafe_index") and not any(map(_depends_on_inputs, node_leaves(node.args[1]))):
         return False  # torch's own, of `interpolate` for one: it counts rows and columns, which are there
     return where != "on a CPU" or (_is_on_cpu(node) and not (_is_division(op) and _never_divides_by_zero(node)))
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from graphex.analysis.effects import node_leaves, operator_of
+from graphex.analysis.graphs import argument
 from graphex.torch_private.symbolic import statically_known_true
 
 Size = int | torch.SymInt
@@ -202,6 +203,8 @@ def known_range(value: Any, deepest: int = _DEEPEST) -> Range | None:
     """
     if type(value) is int:
         return value, value
+    if isinstance(value, Node) and value.target is operator.getitem:
+        return _places(*value.args)
     op = operator_of(value) if isinstance(value, Node) and deepest else None
     tensor = value.meta.get("val") if op is not None else None
     if op is None or not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
@@ -220,6 +223,8 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
     if packet is torch.ops.aten.remainder:
         by = args[1]
         return (0, by - 1) if type(by) is int and by > 0 else None
+    if packet in _PLACES:
+        return _below(node, argument(node, "dim"))
     if packet not in _ARITHMETIC or node.kwargs:
         return None
     pairs = [known_range(each, deepest) for each in args]
@@ -227,6 +232,30 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
         return None
     ends = [_ARITHMETIC[packet](one, other) for one in pairs[0] for other in pairs[1]]
     return min(ends), max(ends)
+
+
+# Ops that find places along a dimension: as their result, or as the second one.
+_PLACES = frozenset({torch.ops.aten.argmax, torch.ops.aten.argmin})
+_PLACES_SECOND = frozenset(
+    {
+        *(torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable),
+        *(torch.ops.aten.max.dim, torch.ops.aten.min.dim),
+    }
+)
+
+
+def _places(owner: Any, part: Any) -> Range | None:
+    """The range of a part of a tuple, if it holds places along a dimension."""
+    if not isinstance(owner, Node) or part != 1 or owner.target not in _PLACES_SECOND:
+        return None
+    return _below(owner, argument(owner, "dim"))
+
+
+def _below(node: Node, dim: int | None) -> Range | None:
+    """The range of places along one dimension of what a node searches, or in all of it."""
+    value: Tensor = node.all_input_nodes[0].meta["val"]
+    size = value.numel() if dim is None else value.shape[dim] if value.dim() else 1
+    return (0, size - 1) if isinstance(size, int) and size else None
 
 
 # Ops on two integers that are least and greatest at the ends of their ranges.

@@ -3,16 +3,14 @@
 A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
 host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
 does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. An op
-that can raise only because of indices that are inputs of the region may be a member: the region checks these before it
-runs (`Lookup`).
+that can raise only because of its indices may be a member, where the region can check these before it runs (`indices`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
@@ -34,9 +32,10 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.shapes import known_equal, known_range
+from graphex.analysis.shapes import known_equal
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
+from graphex.regions.indices import ADDS_BY, PARTS, SAME_ELEMENTS, lookups_of, why_not_added
 from graphex.torch_private.symbolic import FakeTensor, free_unbacked_symbols, pytree
 
 aten = torch.ops.aten
@@ -82,20 +81,6 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
-# Ops that read by indices, and the place of these among their arguments; a dimension stands before the third.
-_READS_BY = {
-    aten.embedding.default: 1,
-    aten.gather.default: 2,
-    aten.index.Tensor: 1,
-    aten.index_select.default: 2,
-}
-_SAME_ELEMENTS = frozenset(
-    {
-        *(aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.transpose.int, aten.permute.default),
-        *(aten.squeeze.dim, aten.squeeze.default, aten.alias.default, aten.detach.default),
-    }
-)
-_PARTS = frozenset({aten.select.int, aten.slice.Tensor})
 _ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _VARIANCES = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
@@ -204,135 +189,6 @@ def _begins_its_memory(node: Node) -> bool:
     return is_made and isinstance(value, Tensor) and known_equal(value.storage_offset(), 0)
 
 
-View = tuple[torch._ops.OpOverload, tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """A check that indices, an input of the region, lie in a range, so that reading by them does not raise on a CPU.
-
-    `views` lead from the input to the indices in use: operators, and their other arguments, up to the last one that
-    leaves elements out.
-    """
-
-    given: Node
-    views: tuple[View, ...]
-    least: int
-    most: int
-
-    def holds(self, indices: Tensor) -> bool:
-        for op, others in self.views:
-            indices = op(indices, *others)
-        if not indices.numel():
-            return True
-        first, last = torch.aminmax(indices)
-        return first.item() >= self.least and last.item() <= self.most
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The lookups by single rows or columns of one input with two dimensions, which one pass over it checks.
-
-    `ranges` has the place along `dim`, the least and the most of each. A table with many categorical columns, each for
-    an embedding of its own, has one lookup for each of them.
-    """
-
-    given: Node
-    dim: int
-    ranges: tuple[tuple[int, int, int], ...]
-
-    def holds(self, indices: Tensor) -> bool:
-        if not indices.numel():
-            return True
-        first, last = (each.tolist() for each in torch.aminmax(indices, dim=1 - self.dim))
-        return all(first[place] >= least and last[place] <= most for place, least, most in self.ranges)
-
-
-def lookups_of(node: Node) -> list[Lookup] | None:
-    """The index checks that a region makes before it runs, for a node that reads by indices.
-
-    None if the indices are not known by then, or for any other node.
-    """
-    op = operator_of(node)
-    if op is None or op not in _READS_BY:
-        return None
-    args: list[Any] = list(node.args)
-    place, is_wrapped, shape = _READS_BY[op], op is aten.index.Tensor, args[0].meta["val"].shape
-    if not shape:
-        return None
-    pairs = zip(shape, args[1], strict=False) if is_wrapped else [(shape[args[1] if place == 2 else 0], args[place])]
-    found: list[Lookup] = []
-    for size, index in pairs:
-        if index is None:
-            continue
-        if not isinstance(size, int) or (lookups := _lookups(index, -size if is_wrapped else 0, size - 1)) is None:
-            return None
-        found += lookups
-    return found
-
-
-def _lookups(index: Node, least: int, most: int) -> list[Lookup] | None:
-    """The lookups that check indices against a range; none if they are in it by how they are made."""
-    if index.meta["val"].dtype not in (torch.int32, torch.int64):
-        return None
-    views: list[View] = []
-    while (view := _view_of(index)) is not None:
-        index, seen = view
-        views += [seen] if views or seen[0] in _PARTS else []
-    if not all(isinstance(each, int) for _, others in views for each in pytree.tree_leaves(others)):
-        return None
-    if index.op == "placeholder":
-        return [Lookup(index, tuple(reversed(views)), least, most)]
-    found = known_range(index)
-    return [] if found is not None and least <= found[0] and found[1] <= most else None
-
-
-def _view_of(node: Node) -> tuple[Node, View] | None:
-    """The value that a view looks at, and the view; None for other nodes."""
-    op = operator_of(node)
-    if op in _SAME_ELEMENTS or op in _PARTS:
-        value, *others = node.args
-        assert op is not None
-        return value, (op, _hashable(others))  # type: ignore[return-value]
-    owner = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(owner, Node) or owner.target is not aten.unbind.int:
-        return None
-    value, dim = (*owner.args, 0)[:2]
-    return value, (aten.select.int, (dim, node.args[1]))  # type: ignore[return-value]
-
-
-def _hashable(args: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(_hashable(each) if isinstance(each, (list, tuple)) else each for each in args)
-
-
-def checks_of(lookups: Iterable[Lookup]) -> list[Lookup | Columns]:
-    """The checks that a call makes: lookups by columns of one input together, if they read most of it."""
-    columns: dict[tuple[Node, int], list[Lookup]] = defaultdict(list)
-    checks: list[Lookup | Columns] = []
-    for lookup in dict.fromkeys(lookups):
-        dim = _column_of(lookup)
-        columns[lookup.given, dim].append(lookup) if dim is not None else checks.append(lookup)
-    for (given, dim), found in columns.items():
-        ranges = [(lookup.views[0][1][1], lookup.least, lookup.most) for lookup in found]
-        is_most = 2 * len({place for place, _, _ in ranges}) >= given.meta["val"].shape[dim]
-        checks += [Columns(given, dim, tuple(ranges))] if is_most else found
-    return checks
-
-
-def _column_of(lookup: Lookup) -> int | None:
-    """The dimension along which a lookup reads one row or column of an input with two dimensions; None for others."""
-    shape = lookup.given.meta["val"].shape
-    if len(shape) != 2 or len(lookup.views) != 1 or lookup.views[0][0] is not aten.select.int:
-        return None
-    dim = int(lookup.views[0][1][0]) % 2
-    return dim if isinstance(shape[dim], int) else None
-
-
-def are_in_range(checks: Iterable[Lookup | Columns], given: Mapping[Node, Any]) -> bool:
-    """Whether all indices of a call are in their ranges."""
-    return all(check.holds(given[check.given]) for check in checks)
-
-
 def _why_not_here(node: Node, device: torch.device) -> str:
     """Why the values of a node do not fit: each has to be dense, of a usual type, of a known size, and on the device.
     Parts of a result that nothing reads, such as the seed of attention without dropout, need not.
@@ -439,6 +295,8 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
     dtype = getattr(node.meta.get("val"), "dtype", None)
     if op is aten.sum and dtype == torch.bool:
         return "Inductor's C++ code for a sum that is a boolean does not compile"
+    if node.target in ADDS_BY and (reason := why_not_added(node)):
+        return reason
     return _why_not_narrow(node, op, "cpu")
 
 
@@ -603,7 +461,7 @@ def _is_in_range(node: Node, ends: torch.finfo | torch.iinfo) -> bool:
 
 
 def _keeps_range(op: torch._ops.OpOverload) -> bool:
-    return op.overloadpacket in _ROUND or op in _SAME_ELEMENTS or op in _PARTS
+    return op.overloadpacket in _ROUND or op in SAME_ELEMENTS or op in PARTS
 
 
 def _filled_with(node: Node) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from graphex.analysis.dependencies import can_raise
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
-from graphex.regions.members import Columns, Lookup, are_in_range, checks_of, lookups_of
+from graphex.regions.indices import Columns, Lookup, are_in_range, checks_of, lookups_of
 from graphex.torch_private.memory import extent, storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 

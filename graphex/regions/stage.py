@@ -58,7 +58,6 @@ from graphex.regions.compiler import (
     awaited_code,
     compile_region,
     faster,
-    is_odd_product,
     may_try,
     region_key,
     settings,
@@ -66,6 +65,7 @@ from graphex.regions.compiler import (
     why_no_compiler,
     why_no_kernels,
 )
+from graphex.regions.decompositions import is_odd_product
 from graphex.regions.grow import Growth, RegionPlan, grow, put_in_place
 from graphex.regions.members import computed_indices, is_generated
 from graphex.regions.region import Region

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import graphex
 from graphex import env
-from graphex.regions import compiler, stage
+from graphex.regions import compiler, decompositions, stage
 from graphex.regions.compiler import tried
 from tests.harness import host_ops
 from tests.harness.compiling import uncompiled_region
@@ -369,6 +369,102 @@ def test_a_region_reads_by_indices_and_raises_what_eager_raises():
     assert not graphex.journal(run).fallbacks
 
 
+ADDED = {
+    "index_add": lambda x, i, y: x.index_add(0, i[0], y, alpha=3),
+    "index_add from behind": lambda x, i, y: x.index_add(-2, i[1], y),
+    "index_put": lambda x, i, y: x.index_put((i[0], i[1]), y[:, 0], accumulate=True),
+    "index_put to all": lambda x, i, y: x.index_put((i[:, :3],), y[0], accumulate=True),
+    "one number": lambda x, i, y: x.index_put((i[0],), y[0, 0]),
+    "columns": lambda x, i, y: torch.ops.aten.index_put(x, [None, i[0] % 4], y[0, 0], True),
+    "scatter_add": lambda x, i, y: x.scatter_add(0, i[0][:, None].expand(8, 4), y),
+    "scatter_reduce": lambda x, i, y: x.scatter_reduce(0, i[0][:, None].expand(8, 4), y, "sum", include_self=False),
+    "largest": lambda x, i, y: x.scatter_reduce(0, i[0][:, None].expand(8, 4), y, "amax", include_self=False),
+    "scatter": lambda x, i, y: x.scatter(1, i.T[:5], 2.5),
+    "index_fill": lambda x, i, y: x.index_fill(0, i[0], 2.5),
+}
+
+
+@pytest.mark.parametrize("add", ADDED.values(), ids=ADDED)
+def test_a_region_writes_by_indices_and_raises_what_eager_raises(add):
+    def program(x, places, rows):
+        return add(x.sin() * 2, places, rows.exp() + 1).relu() + 1
+
+    run, x = compiled(program), torch.randn(5, 4, requires_grad=True)
+    rows, places = torch.randn(8, 4, requires_grad=True), torch.randint(4, (2, 8))
+    found, wanted = run(x, places, rows), program(x, places, rows)
+    close(found, wanted)
+    for leaf in (x, rows):
+        sums = (y.square().sum() for y in (found, wanted))
+        close(*(torch.autograd.grad(y, leaf, retain_graph=True, allow_unused=True) for y in sums))
+    for index in (-1, 5, -6):
+        wrong = places.clone()
+        wrong[:, 1] = index
+        (reason, found), (expected, wanted) = outcome(run, x, wrong, rows), outcome(program, x, wrong, rows)
+        assert reason == expected
+        close(found, wanted)
+    assert borders(run) <= {"its memory is not initialised"}
+    assert not graphex.journal(run).fallbacks
+
+
+def test_a_graph_network_trains_in_regions():
+    def loss(x, edges, weight):
+        source, target = torch.cat([edges, torch.arange(6).expand(2, 6)], 1)
+        degree = torch.zeros(6).scatter_add(0, target, torch.ones(len(target)))
+        messages = (x @ weight)[source] * degree.rsqrt()[source, None]
+        return torch.zeros(6, 3).index_add(0, target, messages).tanh().square().sum()
+
+    run = compiled(loss)
+    x, edges, weight = torch.randn(6, 4), torch.randint(6, (2, 20)), torch.randn(4, 3, requires_grad=True)
+    close(*(torch.autograd.grad(each(x, edges, weight), weight) for each in (run, loss)))
+    assert not borders(run)
+
+
+def test_with_several_threads_sums_by_index_stay_outside_and_in_order():
+    def program(x, i, y):
+        return torch.zeros_like(x).index_add(0, i, torch.sin(y) * 2).cos() + 1
+
+    x, y, i = torch.randn(7, 4), torch.randn(4000, 4), torch.randint(7, (4000,))
+    torch.set_num_threads(2)
+    try:
+        run = compiled(program)
+        first = run(x, i, y)
+        assert all(torch.equal(run(x, i, y), first) for _ in range(5))
+        resized = compiled(lambda x: nn.functional.interpolate(x.sin(), scale_factor=2, mode="bilinear").cos())
+        image = torch.randn(2, 3, 8, 8, requires_grad=True)
+        resized(image).square().sum().backward()
+    finally:
+        torch.set_num_threads(1)
+    assert "several threads of compiled code would add in no fixed order, and take longer" in borders(run)
+    assert not borders(resized), "rows are divided among threads"
+    found, image.grad = image.grad, None
+    nn.functional.interpolate(image.sin(), scale_factor=2, mode="bilinear").cos().square().sum().backward()
+    close(found, image.grad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(5.0)}, {"reduction": "sum"}],
+    ids=["mean", "smooth", "weighted", "sum"],
+)
+@pytest.mark.parametrize("pixels", [(), (3, 2)], ids=["rows", "pixels"])
+def test_cross_entropy_is_a_part_of_regions_and_raises_for_a_wrong_class(options, pixels):
+    def loss(x, classes):
+        return nn.functional.cross_entropy(x * 2, classes, ignore_index=-7, **options)
+
+    run, x = compiled(loss), torch.randn(8, 5, *pixels, requires_grad=True)
+    for index in (1, -7, 5, -1):
+        classes = torch.randint(5, (8, *pixels))
+        classes[2:4] = index
+        (reason, found), (expected, wanted) = outcome(run, x, classes), outcome(loss, x, classes)
+        assert reason == expected
+        if not reason:
+            for grad in (torch.tensor(1.0), torch.tensor(inf)):
+                mine, theirs = (torch.autograd.grad(each, x, grad, retain_graph=True) for each in (found, wanted))
+                torch.testing.assert_close(mine, theirs, **CLOSE, equal_nan=True)
+    assert not borders(run)
+    assert not graphex.journal(run).fallbacks
+
+
 RAISING = {
     "binary cross entropy": (nn.functional.binary_cross_entropy, torch.tensor([1.5]), torch.tensor([1.0])),
     "histogram": (lambda x: torch.histogram(x, 4)[0], torch.tensor([nan])),
@@ -455,9 +551,16 @@ def test_what_reads_a_buffer_before_it_is_written_stays_there(uncompiled):
     [
         (lambda x, i: i % 5, True),
         (lambda x, i: i % 6, False),  # may be 5, which is out of range
-        (lambda x, i: x.argmax(0), False),
+        (lambda x, i: x.argmax(0), True),
+        (lambda x, i: x.argmax(0) + 1, False),
+        (lambda x, i: x.topk(2, 0)[1][0], True),
         (lambda x, i: i + 1, False),
         (lambda x, i: i[1:], True),
+        (lambda x, i: [0, 2, -1], True),
+        (lambda x, i: torch.cat([i.view(1, -1), torch.arange(5).view(1, -1)], 1)[0], True),
+        (lambda x, i: torch.cat([i, torch.arange(6)])[:5], False),
+        (lambda x, i: nn.functional.pad(i[1:].clone().view(2, 2), (1, 1)), True),
+        (lambda x, i: nn.functional.pad(i, (1, 1), value=5), False),
     ],
 )
 def test_indices_have_to_be_given_or_in_range_by_how_they_are_made(uncompiled, make, is_inside):
@@ -466,7 +569,10 @@ def test_indices_have_to_be_given_or_in_range_by_how_they_are_made(uncompiled, m
 
     x, i = torch.randn(5, 4), torch.tensor([0, 3, 2, 1, 3])
     run = compiled(read)
-    close(run(x, i), read(x, i))
+    reason, wanted = outcome(read, x, i)
+    assert outcome(run, x, i)[0] == reason
+    if not reason:
+        close(run(x, i), wanted)
     assert (not borders(run)) == is_inside
 
 
@@ -963,8 +1069,8 @@ def test_max_autotune_is_inductors_for_regions():
 
 @pytest.mark.parametrize(("width", "split"), [(51, 1), (48, 0)])
 def test_a_large_product_of_odd_width_is_computed_in_two_parts(monkeypatch, width, split):
-    monkeypatch.setattr(compiler, "MINDS", ("cpu",))
-    monkeypatch.setattr(compiler, "LARGE_WEIGHT", 512)
+    monkeypatch.setattr(decompositions, "ON_DEVICES", ("cpu",))
+    monkeypatch.setattr(decompositions, "LARGE_WEIGHT", 512)
 
     def logits(x, w):
         return nn.functional.linear(torch.tanh(x).sin(), w)
