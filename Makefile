@@ -56,7 +56,7 @@ fuzz: $(READY)
 	$(RUN) -m tests.fuzz.run --programs 20000 --jobs $(JOBS)
 
 docs: $(READY)
-	$(RUN) -m graphex.cli.docs
+	$(RUN) docs/generate.py
 
 # The website is built in an environment of its own: nothing else needs what builds it.
 .venv-site/.ready: pyproject.toml

@@ -2,8 +2,7 @@
 
 `scripts` runs and explains a user's script, and opens and compares the reports it wrote; `catalogue` lists ops, rules,
 passes and options; `machine` checks the machine, has the stored graphs and runs the benchmarks of the source tree.
-`docs` is no command: `make docs` runs it to write tables of the documentation from declarations. Here is what they
-share: tables and sentences for people, JSON for programs, a progress bar on a terminal.
+Here is what they share: tables and sentences for people, JSON for programs, a progress bar on a terminal.
 
 Importing a command's module imports neither torch nor rich, so that `--help` answers at once; a command imports them
 when it runs, or where something is printed.

@@ -58,7 +58,8 @@ def _lift(module: str, *about: str) -> Family:
 
 FUSIONS: tuple[Family, ...] = (
     _fusion("npu", "npu::npu_add_rms_norm", "aten::bmm"),
-    _fusion("lifted_norms", "graphex::rms_norm", "graphex::dynamic_quant", "graphex::static_quant"),
+    _fusion("rms_norm", "graphex::rms_norm"),
+    _fusion("quant", "graphex::dynamic_quant", "graphex::static_quant"),
     _fusion("rotary", "graphex::rotary"),
 )
 LIFTS: tuple[Family, ...] = (

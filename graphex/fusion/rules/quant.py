@@ -11,6 +11,14 @@ What is written differently, and generated here:
     by the scale             x / scale, x * (1.0 / scale), and for a known scale x * scale
     a zero point             none, added after or before the rounding (a known scale alone)
     the result               int8, or float8_e4m3fn without the rounding
+
+A quantisation that is lifted is taken in by the op before it, whatever that is: a norm, silu(gate) * up.
+
+    x1, x2 -> add_rms_norm -> y -> dynamic_quant -> q, scale        add_rms_norm_dynamic_quant -> q, scale, s
+                           -> s
+
+The fused op has the parameters of both by name. rstd is no result of it: a norm whose rstd is saved for backward stays
+as it is. A norm that has taken one in takes in the residual add before it, too.
 """
 
 from __future__ import annotations
@@ -24,10 +32,11 @@ import torch
 from torch import Tensor
 
 from graphex.fusion.rule import Rule
-from graphex.fusion.rules.common import example, floating, rule, tensor
+from graphex.fusion.rules.common import calling, example, floating, names_of, pick, rule, taking, tensor
+from graphex.fusion.rules.rms_norm import with_add
 from graphex.ops.activations import ranged
 from graphex.rewrite.base import Refusal
-from graphex.torch_private.patterns import Match
+from graphex.torch_private.patterns import Match, MultiOutputPattern
 
 ops = torch.ops.graphex
 
@@ -187,4 +196,34 @@ def _variants() -> Iterator[Rule]:
         yield from (_static_rule(Static(widened_x, mode, zero_point, INT8)) for zero_point in ("", "after", "before"))
 
 
-RULES = tuple(_variants())
+# -- quantisation of what another op makes -----------------------------------------------------------------------------
+
+
+# Producer -> the result that is quantised (None: its only one), and further results of the fused op.
+PRODUCERS: dict[str, tuple[int | None, tuple[int, ...]]] = {
+    "rms_norm": (0, ()),
+    "add_rms_norm": (0, (2,)),
+    "silu_mul": (None, ()),
+}
+# Quantisation -> how many results it has.
+QUANTISATIONS = {"dynamic_quant": 2, "static_quant": 1}
+
+
+def _with_quantisation(producer: str, quantisation: str) -> Rule:
+    first, second = (getattr(ops, name).default for name in (producer, quantisation))
+    fused = getattr(ops, f"{producer}_{quantisation}").default
+    quantised, further = PRODUCERS[producer]
+    made = calling(first)
+    end = calling(second, pick(made, quantised))
+    results = [end] if QUANTISATIONS[quantisation] == 1 else [pick(end, index) for index in (0, 1)]
+    pattern = MultiOutputPattern([*results, *(pick(made, index) for index in further)])
+    name, call = f"lifted_{producer}_{quantisation}", taking(names_of(fused), fused)
+    return rule(name, call, call, dict, requires=(f"graphex::{quantisation}",), given=pattern, origin="default")
+
+
+RULES = (
+    *_variants(),
+    with_add("rms_norm_dynamic_quant", 2),
+    with_add("rms_norm_static_quant", 1),
+    *(_with_quantisation(producer, quantisation) for producer, quantisation in product(PRODUCERS, QUANTISATIONS)),
+)

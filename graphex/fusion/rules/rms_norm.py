@@ -19,6 +19,11 @@ round otherwise or are another function; they stay as they are, and the journal 
     x / sqrt(m + eps), x * (1 / sqrt(m + eps))               other roundings than x * rsqrt(m + eps)
     x * rsqrt(m.clamp(min=eps)), x / sqrt(m.clamp(min=eps))  the mean square m is clamped to the epsilon
     x / (sqrt(m) + eps)                                      the epsilon is added to the root
+
+A norm that is lifted takes in the residual add before it, or the one behind it:
+
+    x1, x2 -> add -> s -> rms_norm -> y, rstd             add_rms_norm -> y, rstd, s
+    x -> rms_norm -> y; residual, y -> add -> s           rms_norm_add -> s
 """
 
 from __future__ import annotations
@@ -32,17 +37,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphex.analysis import same_layout
 from graphex.analysis.graphs import dtype_text
+from graphex.fusion.calls import value_of
 from graphex.fusion.patterns import CHANGES, ROUNDS
 from graphex.fusion.rule import Rule
-from graphex.fusion.rules.common import example, floating, rule, tensor
+from graphex.fusion.rules.common import calling, example, floating, names_of, pick, rule, taking, tensor
 from graphex.ops.norms import wide_dtype
 from graphex.rewrite.base import Refusal
 from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
 
 NAME = "lift_rms_norm"
 
-lifted = torch.ops.graphex.rms_norm
+ops = torch.ops.graphex
+lifted = ops.rms_norm
 fused = torch.ops.aten._fused_rms_norm
 
 Both = tuple[Tensor, Tensor]
@@ -251,4 +259,47 @@ def _variants() -> Iterator[Rule]:
         yield _unlike_rule(unlike, mean_square, widens_x)
 
 
-RULES = tuple(_variants())
+# -- the residual add before a norm, or behind it ----------------------------------------------------------------------
+
+
+def with_add(norm: str, results: int) -> Rule:
+    """A norm of so many results with the add before it."""
+    alone, joined = (getattr(ops, name).default for name in (norm, f"add_{norm}"))
+    total = CallFunction(torch.ops.aten.add.Tensor, KeywordArg("x1"), KeywordArg("x2"), alpha=1)
+    normed = calling(alone, total)
+    parts = [normed] if results == 1 else [pick(normed, index) for index in range(results)]
+    name = "add_rms_norm" if norm == "rms_norm" else f"lifted_add_{norm}"
+    call, pattern = taking(names_of(joined), joined), MultiOutputPattern([*parts, total])
+    return rule(name, call, call, dict, _same_kind, requires=("graphex::rms_norm",), given=pattern, origin="default")
+
+
+def _same_kind(match: Match) -> bool | Refusal:
+    values = [value_of(match.kwargs[name]) for name in ("x1", "x2")]
+    if all(isinstance(value, Tensor) for value in values) and values[0].dtype == values[1].dtype:
+        return True
+    return Refusal("the addends are not tensors of one type", match.nodes[-1], f"give both addends one type{ROUNDS}")
+
+
+def _before_add(residual_first: bool) -> Rule:
+    """A norm whose only use is to be added to a residual (Gemma, OLMo 2). Its rstd is used for nothing."""
+    joined, residual = ops.rms_norm_add.default, KeywordArg("residual")
+    y = pick(calling(ops.rms_norm.default), 0)
+    addends = (residual, y) if residual_first else (y, residual)
+    pattern = CallFunction(torch.ops.aten.add.Tensor, *addends, alpha=1)
+    call = taking(names_of(joined), joined)
+    return rule(
+        "rms_norm_add", call, call, dict, _like_x, requires=("graphex::rms_norm",), given=pattern, origin="default"
+    )
+
+
+def _like_x(match: Match) -> bool | Refusal:
+    if same_layout(*(value_of(match.kwargs[name]) for name in ("x", "residual"))):
+        return True
+    return Refusal("the norm and what it is added to are not tensors of one type, shape and layout", match.nodes[-1])
+
+
+RULES = (
+    *_variants(),
+    with_add("rms_norm", 2),
+    *(_before_add(residual_first) for residual_first in (True, False)),
+)

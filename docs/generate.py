@@ -1,7 +1,7 @@
 """The parts of the documentation that are generated from declarations, so that they cannot grow stale.
 
-`python -m graphex.cli.docs [folder]` writes `docs/options.md` from `CompilerConfig`, the names that the command line
-knows without torch, and the marked parts of the other pages: what stands between these two lines is replaced.
+`make docs` writes `docs/options.md` from `CompilerConfig`, the names that the command line knows without torch, and the
+marked parts of the other pages: what stands between these two lines is replaced.
 
     <!-- generated: NAME -->
     <!-- end -->
@@ -133,13 +133,18 @@ def ops_section() -> str:
     return "\n".join(parts)
 
 
-def families_section(families: Iterable[Family]) -> str:
-    """Families of fusion rules: what they are called, and what their modules say about them."""
-    parts = []
+def families_section(families: Iterable[Family], above: Iterable[Family] = ()) -> str:
+    """Families of fusion rules: what they are called, and what their modules say about them, once."""
+    parts, told = [], {family.module: family for family in above}
     for family in families:
-        names = ", ".join(f"`{name}`" for name in family.names)
-        parts.append(f"{names}\n\n```text\n{family.doc}\n```\n")
+        other = told.get(family.module)
+        doc = f"```text\n{family.doc}\n```" if other is None else f"Drawn above, with {_names(other)}."
+        parts.append(f"{_names(family)}\n\n{doc}\n")
     return "\n".join(parts)
+
+
+def _names(family: Family) -> str:
+    return ", ".join(f"`{name}`" for name in family.names)
 
 
 def commands_section() -> str:
@@ -198,7 +203,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ops": ops_section,
     "commands": commands_section,
     "torch versions": versions_section,
-    "fusions": lambda: families_section(sorted(FUSIONS, key=lambda family: family.module == "npu")),
+    "fusions": lambda: families_section(sorted(FUSIONS, key=lambda family: family.module == "npu"), LIFTS),
     "lifts": lambda: families_section(LIFTS),
     "ascend names": ascend_section("names"),
     "torchair options": ascend_section("torchair_options"),
@@ -233,9 +238,9 @@ def _linked(text: str) -> str:
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 
-def main(folder: str = "docs") -> None:
+def main() -> None:
     NAMES.write_text(names_text())
-    pages = Path(folder)
+    pages = Path(__file__).parent
     (pages / "options.md").write_text(options_page())
     for page in sorted(pages.glob("*.md")):
         if page.name != "options.md":
@@ -243,4 +248,4 @@ def main(folder: str = "docs") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
