@@ -177,7 +177,7 @@ class AttentionTile:
         strides = (*steps(job.query)[:3], *steps(job.key)[:3], *steps(job.value)[:3], *job.mask_strides())
         integers = (positions, length, chunk, *strides)
         shared = {"GROUP": job.group, "VALUE_WIDTH": value_width, "VALUE_COLUMNS": columns_for(value_width)}
-        sizes = {"WIDTH": width, "PAGE": page, "SPLIT": splits > 1}
+        sizes = {"QUERIES": next_power_of_2(job.group), "WIDTH": width, "PAGE": page, "SPLIT": splits > 1}
         constants = shared | self._constants(job, chunk, splits) | sizes | _rotation(new)
         joined = shared | {"SPLITS": next_power_of_2(splits), "num_warps": 2 if splits <= 16 else 4}
         scratch = batch * job.heads * splits * rows * (value_width + 2) if splits > 1 else 0

@@ -18,8 +18,8 @@ ROTATE says how a row is rotated, as in `rotary.py`:
     half          row[c] with row[c + D / 2], by angle c
     deinterleave  row[2 c] with row[2 c + 1], by angle c; the results are the halves of a row
 
-Key and angles are read as often as there are rows of the query: they are then where the query is, and sums along a row
-stay with few threads.
+Key and angles are read as often as there are rows of the query: they are then where the query is. That is QUERIES rows;
+the rows that fill the matrix product up are copies of these, made when they are rotated.
 
 Keys may lie in pages of PAGE positions: the tuple (numbers of a sequence's pages, how many keys it has, stride) says
 where. Causal positions are then counted from the last key.
@@ -112,14 +112,14 @@ def read_token(
     length,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Everything, before the first of it is used: its place, the pairs that are rotated, their angles, the value."""
     key, value, cos, sin, places, angle_batch, k_batch, k_head, v_batch, v_head, q_gain, k_gain, eps, offset = new
     place = _inside(tl.load(places).to(tl.int64), length)
-    columns = tl.broadcast_to(column[None, :], (ROWS, column.shape[0]))
+    columns = tl.broadcast_to(column[None, :], (QUERIES, column.shape[0]))
     q_pair = _pair(queries, columns, ok, WIDTH, ROTATE)
     k_pair = _pair(key + batch * k_batch + head.to(tl.int64) * k_head, columns, columns < WIDTH, WIDTH, ROTATE)
     angle, angle_ok = columns, columns < WIDTH
@@ -175,6 +175,17 @@ def rotated(pair, angles, column, WIDTH: tl.constexpr):
     by_cos = rounded(_product(pair[0], angles[0]), T)
     by_sin = rounded(_product(pair[1], angles[1]), T)
     return tl.where((column < WIDTH // 2)[None, :], by_cos - by_sin, by_cos + by_sin).to(T)
+
+
+@triton.jit
+def repeated(x, ROWS: tl.constexpr):
+    """The rows of x over and over, so many in all; or its numbers."""
+    if len(x.shape) == 1:
+        x = tl.reshape(tl.broadcast_to(x[None, :], (ROWS // x.shape[0], x.shape[0])), (ROWS,))
+    else:
+        every = tl.broadcast_to(x[None, :, :], (ROWS // x.shape[0], x.shape[0], x.shape[1]))
+        x = tl.reshape(every, (ROWS, x.shape[1]))
+    return x
 
 
 @triton.jit
@@ -261,6 +272,7 @@ def attention_kernel(
     new,
     pages,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,  # the group, filled up to a power of two
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -284,13 +296,17 @@ def attention_kernel(
     column, value_column = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
     token, query_head = row // GROUP, head * GROUP + row % GROUP
     row_ok = row < positions * GROUP
-    q_at = batch * q_batch + query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
-    q_ok = row_ok[:, None] & (column < WIDTH)[None, :]
+    query += batch * q_batch
     if ROTATE == "none":
+        q_at = query_head.to(tl.int64)[:, None] * q_head + token.to(tl.int64)[:, None] * q_token
+        q_ok = row_ok[:, None] & (column < WIDTH)[None, :]
         q = tl.load(query + q_at + column[None, :], mask=q_ok, other=0.0)
     else:
+        own = tl.arange(0, QUERIES)
+        query += (head * GROUP + own).to(tl.int64)[:, None] * q_head
+        ok = (own < GROUP)[:, None] & (column < WIDTH)[None, :]
         place, q_pair, k_pair, angles, new_v = read_token(
-            query + q_at, q_ok, new, batch, head, column, value_column, length, WIDTH, VALUE_WIDTH, ROWS, ROTATE, NORM
+            query, ok, new, batch, head, column, value_column, length, WIDTH, VALUE_WIDTH, QUERIES, ROTATE, NORM
         )
     start = split * chunk
     end = tl.minimum(start + chunk, length)
@@ -327,7 +343,7 @@ def attention_kernel(
         q, new_k = rotated(q_pair, angles, column, WIDTH), rotated(k_pair, angles, column, WIDTH)
         key_row = key + batch * k_batch + head_of_keys * k_head + at * k_position
         value_row = value + batch * v_batch + head_of_keys * v_head + at * v_position
-        write_token(key_row, value_row, new_k, new_v, is_here, row, column, value_column, WIDTH, VALUE_WIDTH)
+        write_token(key_row, value_row, new_k, new_v, is_here, own, column, value_column, WIDTH, VALUE_WIDTH)
         of_mask = tl.zeros((ROWS,), tl.float32)
         if MASK != "none":
             if ROWWISE:
@@ -335,6 +351,7 @@ def attention_kernel(
             else:
                 of_mask += mask_at(mask, mask_row, at, is_here, mask_position, MASK == "boolean")
         score = scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), scale, softcap, CAPPED)
+        q, score = repeated(q, ROWS), repeated(score, ROWS)
         largest, totals, weighted = first_sums(score, of_mask, is_here, new_v, step)
     for begin in range(bound(start), bound(end), BLOCK):
         position = begin + step
