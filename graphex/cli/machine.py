@@ -353,7 +353,7 @@ def why(wanted: str, as_json: bool) -> None:
         if other.id != entry.id and other.made <= entry.made and (found := store.key(other.id)) is not None
     }
     found = nearest(key, list(others.values()))
-    reason = f"it was the first graph of {key.name}: nothing to compare with"
+    reason = f"it was the first {key.phase} graph of {key.name}: nothing to compare with"
     reason = reason if found is None else difference(key, found)
     compared = next((id for id, other in others.items() if other is found), "")
     if as_json:

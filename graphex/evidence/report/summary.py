@@ -49,7 +49,7 @@ def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     seconds = data["facts"].get("seconds", {})
     yield from _mismatches(called)
     yield from _origins([graph for graph in graphs if not graph["version_of"]])
-    yield from _ops(now)
+    yield from _ops(now, is_timed=bool(seconds))
     yield from _regions(now, is_timed=bool(seconds))
     yield from _whole_call(now, seconds)
     for part in (_fusions, _remarks, _input_updates, _memory):
@@ -180,7 +180,7 @@ def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
         yield sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
 
 
-def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+def _ops(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
         fewer = device_ops(shown) < device_ops(shown, "given")
@@ -194,7 +194,7 @@ def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
                 f"A preview: {count_of(device_ops(most, 'elsewhere'), 'device op')} on a device with kernels for the "
                 f"ops of graphex{which}. {_devices(shown)} has none and runs their references op by op.",
             )
-        yield from _nothing_applied(shown)
+        yield from _nothing_applied(shown, is_timed=is_timed)
     yield from _broken_passes(graphs)
 
 
@@ -260,7 +260,7 @@ def _devices(graphs: list[dict[str, Any]]) -> str:
     return "The CPU" if found == ["cpu"] else ", ".join(found) or "This device"
 
 
-def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+def _nothing_applied(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
     """Say plainly that a model runs as it would in eager: nothing fused, no region in use, no device graph."""
     made = [each for graph in graphs for each in graph["rewrites"] if each["effect"] == "fused"]
     fused = [each for each in made if each["rule"] != _REGION]
@@ -274,11 +274,9 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         said = f"What is fused here is a preview, and no faster on the CPU{lost}"
         yield sentence("plain", f"{said}: leave lift_idioms at 'auto' to run here.")
     elif not made:
-        yield sentence(
-            "plain",
-            "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops. "
-            "Expect 0.85 to 1.0 times the speed of eager.",
-        )
+        expect = "" if is_timed else " Expect 0.85 to 1.0 times the speed of eager."
+        said = "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops."
+        yield sentence("plain", f"{said}{expect}")
 
 
 def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -360,7 +358,7 @@ def _why_not(graphs: list[dict[str, Any]], rule: str, matches: int, missed: int)
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
     said: dict[tuple[str, str], dict[str, None]] = {}
-    is_told = any(_nothing_applied(graphs))  # that no rule applies on this device
+    is_told = any(_nothing_applied(graphs, is_timed=False))  # that no rule applies on this device
     for graph in graphs:
         for ran in graph["passes"]:
             if ran["status"] == "unchanged" and ran["reason"] and not (is_told and ran["reason"] == NO_KERNELS):
@@ -405,9 +403,10 @@ def _memory(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     found = [(each["peak_before"], each["peak_after"], graph["name"]) for graph in graphs for each in graph["memory"]]
     before, after, name = max(found, default=(0, 0, ""))
     if before:
-        tone = "good" if after < before else "plain"
+        peaks = [*dict.fromkeys(map(size_text, (before, after)))]
+        tone, as_given = ("good" if after < before else "plain", "") if len(peaks) > 1 else ("plain", " as before")
         of = f", in '{name}', the largest of {len(found)} graphs" if len(found) > 1 else ""
-        yield sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}{of}.")
+        yield sentence(tone, f"Predicted peak of intermediate memory: {' -> '.join(peaks)}{as_given}{of}.")
 
 
 def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -491,8 +490,9 @@ def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Senten
         outside.setdefault(each["reason"], []).append(each)
     for reason, borders in outside.items():
         count = sum(each["count"] for each in borders)
-        ops = f"{borders[0]['op']}" if count == 1 else f"{borders[0]['op']} and {count - 1} more"
-        yield sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
+        op = borders[0]["op"]
+        ops = f"{op}, because" if count == 1 else f"{count} ops such as {op}, each because"
+        yield sentence("plain", f"Outside of compiled regions: {ops} {reason}.")
 
 
 def _regions_in_use(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
