@@ -302,8 +302,9 @@ def _missing(name: str) -> str:
 
 
 def _summary(name: str) -> str:
+    """The first sentence of a benchmark's docstring, which may take several lines."""
     doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
-    return doc.splitlines()[0]
+    return " ".join(doc.split()).partition(". ")[0].rstrip(".") + "."
 
 
 # -- stored graphs -----------------------------------------------------------------------------------------------------

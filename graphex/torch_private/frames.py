@@ -92,6 +92,11 @@ def backend_of(compiled: object) -> object | None:
     return backend
 
 
+def is_compiled(model: object) -> bool:
+    """Whether `torch.compile` returned this."""
+    return isinstance(model, _OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
 def compiled_ahead(compiled: object) -> object:
     """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
     return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)

@@ -459,7 +459,8 @@ def test_ops_and_peaks_of_graphs_that_never_run_in_one_call_are_not_added_up():
     assert "None of 2 graphs has fewer device ops than before: 3 device ops at most." in summary
     small, large = (record.peak_after for record in journal.memory)
     assert large > small > 0
-    assert f"memory: {large // 1024} KiB as before, in 'changing recompile 1 inference', the largest of 2 graphs." in summary
+    peak = f"Predicted peak of intermediate memory: {large // 1024} KiB as before, in 'changing recompile 1 inference'"
+    assert f"{peak}, the largest of 2 graphs." in summary
 
 
 def test_graphs_that_changed_are_told_apart_from_those_that_did_not():
