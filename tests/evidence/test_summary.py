@@ -223,6 +223,17 @@ def test_a_whole_call_is_told_beside_eagers_in_place_of_a_guess(graphex_takes, e
     assert not any("Eager was not timed" in each["text"] for each in sentences)
 
 
+@pytest.mark.parametrize(("eager_takes", "is_told"), [(2e-3, False), (7e-3, True)])
+def test_a_trial_that_took_longer_than_eagers_whole_call_gives_no_factor(eager_takes, is_told, regions):
+    journal = explained(Net(), torch.randn(4, 64)).journal
+    (region,) = journal.regions
+    timed = replace(region, seconds_compiled=1e-3, seconds_single=5e-3)
+    journal.records = [timed if each is region else each for each in journal.records]
+    sentences = report_data("net", [journal], seconds={"graphex": 1e-3, "eager": eager_takes})["summary"]
+    (told,) = [each["text"] for each in sentences if "compiled region" in each["text"] and "run in" in each["text"]]
+    assert told.endswith("5 times as fast." if is_told else "compiled region.")
+
+
 @on_a_cpu
 def test_whole_calls_are_timed_from_one_state_and_not_counted(regions, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("GRAPHEX_TUNING")

@@ -12,6 +12,7 @@ compiled again runs in place of the earlier one. Ops, times and bytes are added 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -50,7 +51,7 @@ def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     yield from _mismatches(called)
     yield from _origins([graph for graph in graphs if not graph["version_of"]])
     yield from _ops(now, is_timed=bool(seconds))
-    yield from _regions(now, is_timed=bool(seconds))
+    yield from _regions(now, seconds)
     yield from _whole_call(now, seconds)
     for part in (_fusions, _remarks, _input_updates, _memory):
         yield from part(now)
@@ -462,28 +463,29 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
         yield sentence("bad", f"{each['what']}: {each['reason']}.")
 
 
-def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
-    """Compiled regions, their cost and gain, and the ops outside. `is_timed`: whole calls are told about too."""
+def _regions(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterator[Sentence]:
+    """Compiled regions, their cost and gain, and the ops outside. `seconds` are those of whole calls, if these are timed."""
     tried = _records(graphs, _REGION)
     used = _regions_in_use(graphs)
-    seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
         groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
-        gain = _gain(groups, "" if is_timed else _not_eager(graphs))
+        is_whole = not any(graph["phase"] == "forward" for graph in graphs)  # or the call that was timed is a part
+        eager = seconds.get("eager", math.inf) if is_whole else math.inf
+        gain = _gain(groups, "" if seconds else _not_eager(graphs), eager)
         yield sentence(
-            "plain" if gain.endswith(_UNKNOWN) else "good",
-            f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
+            "plain" if not gain or gain.endswith(_UNKNOWN) else "good",
+            f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}".rstrip(),
         )
     if slower := len(tried) - len(used):
         what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
         busy = _busy(each for each in tried if not each["region"])
         yield sentence("plain", f"{what}, which run instead.{busy}")
     if tried:
-        took = f"Compiling regions took {seconds:.1f} s"
+        took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
         yield sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
@@ -503,8 +505,12 @@ def _busy(measured: Iterable[dict[str, Any]]) -> str:
     return _BUSY if any(each["doubtful"] for each in measured) else ""
 
 
-def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
-    """The times of the compiled regions of each compilation, from their trials, and what is known of `eager`."""
+def _gain(groups: list[list[dict[str, Any]]], remark: str, eager: float) -> str:
+    """The times of the compiled regions of each compilation, from their trials, and a remark about eager.
+
+    A trial runs ops one by one, each with overheads that eager's call may not have: where it takes longer than a whole
+    call in `eager`, its times say nothing of that call, and are left out.
+    """
     used = [each for group in groups for each in group]
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
     if not measured:
@@ -522,9 +528,11 @@ def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
     if busy and found[0] < 1:
         return f"Compiled code is kept: {_UNKNOWN}"
     single, compiled = max(times)
+    if single > eager:
+        return busy.lstrip()
     of = "" if len(times) == 1 else " in the longest graph"
     they = "it takes" if len(used) == 1 else "they take"
-    return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or eager}"
+    return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or remark}"
 
 
 def _not_eager(graphs: list[dict[str, Any]]) -> str:
