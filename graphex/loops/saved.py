@@ -257,7 +257,7 @@ def _name_of(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    """The name of a value, or of its type: torch leaves out guards on objects without asking whose they are."""
+    """The name of a value, or of its type. Values whose guards torch leaves out are compared by this text."""
     if isinstance(value, torch.nn.Module):
         return f"a {_name_of(type(value))}"
     return _name_of(value) or f"an object of type {_name_of(type(value))}"

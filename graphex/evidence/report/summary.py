@@ -252,7 +252,7 @@ def _broken_passes(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for (name, status, reason), where in found.items():
         what = "was rolled back" if status == "rolled back" else status
         times = f" in {len(where)} graphs" if len(where) > 1 else ""
-        yield sentence("bad", f"Pass '{name}' {what}{times}: {reason}.")
+        yield sentence("bad", f"Pass '{name}' {what}{times}: {reason.rstrip('.!')}.")
 
 
 def _devices(graphs: list[dict[str, Any]]) -> str:
@@ -464,7 +464,7 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
 
 
 def _regions(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterator[Sentence]:
-    """Compiled regions, their cost and gain, and the ops outside. `seconds` are those of whole calls, if these are timed."""
+    """Compiled regions, their cost and gain, and the ops outside. `seconds`: those of whole calls, if timed."""
     tried = _records(graphs, _REGION)
     used = _regions_in_use(graphs)
     if used:
@@ -484,8 +484,8 @@ def _regions(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterato
         what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
         busy = _busy(each for each in tried if not each["region"])
         yield sentence("plain", f"{what}, which run instead.{busy}")
-    if tried:
-        took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
+    took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
+    if not took.endswith(" 0.0 s"):  # other graphs' code serves again
         yield sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
