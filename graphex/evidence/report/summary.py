@@ -529,7 +529,7 @@ def _gain(groups: list[list[dict[str, Any]]], remark: str, eager: float) -> str:
         return f"Compiled code is kept: {_UNKNOWN}"
     single, compiled = max(times)
     if single > eager:
-        return busy.lstrip()
+        return ""
     of = "" if len(times) == 1 else " in the longest graph"
     they = "it takes" if len(used) == 1 else "they take"
     return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or remark}"
