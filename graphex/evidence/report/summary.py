@@ -484,8 +484,8 @@ def _regions(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterato
         what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
         busy = _busy(each for each in tried if not each["region"])
         yield sentence("plain", f"{what}, which run instead.{busy}")
-    took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
-    if not took.endswith(" 0.0 s"):  # other graphs' code serves again
+    if tried:
+        took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
         yield sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
