@@ -501,5 +501,5 @@ def _check_name(name: str) -> None:
     if name in _INDUCTORS:
         raise OptionError(f"'{name}' is an option of Inductor: {_INDUCTORS[name]}. See docs/options.md.")
     if name not in option_names():
-        hint = did_you_mean(name, option_names(), f"the options are {', '.join(option_names())}")
+        hint = did_you_mean(name, option_names(), "`graphex options` lists them")
         raise OptionError(f"unknown option '{name}' ({hint}). See docs/options.md.")

@@ -186,7 +186,7 @@ def why_not_reusable(
     if not fills_its_storage(value):
         return _expected(f"'{dead.name}' is a part of a larger memory")
     if aliases.is_owned_elsewhere(dead) or aliases.is_absolute(dead):
-        return _expected(f"'{dead.name}' may be memory that somebody outside the graph holds on to")
+        return _expected(f"'{dead.name}' may be memory that the caller still holds")
     if result is not None and aliases.reaches_output(result) and not all(known_true(size != 1) for size in value.shape):
         # fake and real strides may differ where a dimension has one element, and the user can see them
         return _expected("the strides of an output might change")

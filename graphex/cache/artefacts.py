@@ -289,7 +289,7 @@ def made_from(
 
 
 def _loaded_or_not(load: Callable[[], RegionCode], unloadable: Callable[[], None]) -> RegionCode:
-    """Code as it is loaded; if it is not, code that says why when it is called, so that the region does without."""
+    """The loaded code; if loading fails, code that raises the reason, so that the region runs its nodes."""
     try:
         return load()
     except Exception as error:  # Inductor may raise anything

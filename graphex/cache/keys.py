@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -326,12 +327,25 @@ def _of_rows(now: CacheKey, before: CacheKey) -> str:
     changed = next(of for of in properties if here.get(of) != there.get(of))
     is_long = "name" not in here or changed in ("call", "value")
     old, new = there.get(changed, "absent"), here.get(changed, "absent")
-    how = _apart(old, new) if is_long else f"its {changed} changed from {old} to {new}"
+    how = f"its {changed} changed from {old} to {new}"
+    if is_long:
+        how = _apart(_readable(old, before.rows), _readable(new, now.rows))
     if "name" not in here:
         return f"its {changed} differ: {how}"
     line = now.lines[place] if place < len(now.lines) else ""
     where = f" ({line})" if line else ""
     return f"the {'input' if here['op'] == 'placeholder' else 'node'} '{here['name']}' differs{where}: {how}"
+
+
+_REF = re.compile(r"Ref\(place=(\d+)\)")
+_CALL = re.compile(r"\('(?:\w+ )?(\S+)', \((.*?),?\), \{(.*)\}, \{\}, None\)")
+
+
+def _readable(call: str, rows: list[Row]) -> str:
+    """``aten.mul.Tensor(x, 2)`` in place of the call in a row, as far as it has that form."""
+    named = _REF.sub(lambda ref: rows[int(ref[1])].get("name", ref[0]), call)
+    found = _CALL.fullmatch(named)
+    return f"{found[1]}({', '.join(filter(None, found.groups()[1:]))})" if found else named
 
 
 def _common(one: str, other: str) -> int:
@@ -340,11 +354,13 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
-_AROUND = 40  # characters
+_AROUND, _WHOLE = 40, 120  # characters
 
 
 def _apart(before: str, now: str) -> str:
-    """The part of two texts in which they differ, with some characters around it."""
+    """Two texts; of long ones the part in which they differ, with some characters around it."""
+    if max(len(before), len(now)) <= _WHOLE:
+        return f"it was {before} and is {now}"
     start = _common(before, now)
     end = _common(before[start:][::-1], now[start:][::-1])
     begin = max(0, start - _AROUND)

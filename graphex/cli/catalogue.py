@@ -52,7 +52,7 @@ def why_unknown(wanted: str, kind: str) -> str:
     names = json.loads(NAMES.read_text())[kind]
     if wanted in names:
         return ""
-    hint = did_you_mean(wanted, names, f"there are {', '.join(names)}", most=3)
+    hint = did_you_mean(wanted, names, f"`graphex {kind}` lists them", most=3)
     return f"there is no '{wanted}' ({hint})."
 
 

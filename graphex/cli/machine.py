@@ -302,8 +302,9 @@ def _missing(name: str) -> str:
 
 
 def _summary(name: str) -> str:
+    """The first sentence of a benchmark's docstring, which may take several lines."""
     doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text())) or ""
-    return doc.splitlines()[0]
+    return " ".join(doc.split()).partition(". ")[0].rstrip(".") + "."
 
 
 # -- stored graphs -----------------------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def why(wanted: str, as_json: bool) -> None:
         if other.id != entry.id and other.made <= entry.made and (found := store.key(other.id)) is not None
     }
     found = nearest(key, list(others.values()))
-    reason = f"it was the first graph of {key.name}: nothing to compare with"
+    reason = f"it was the first {key.phase} graph of {key.name}: nothing to compare with"
     reason = reason if found is None else difference(key, found)
     compared = next((id for id, other in others.items() if other is found), "")
     if as_json:

@@ -384,7 +384,7 @@ def _why_not_comparable(gm: GraphModule) -> str:
         if op is None or op._schema.name not in UNINITIALISED:
             continue
         if aliases.reaches_output(node) and not aliases.is_written(node):
-            return f"'{node.name}' returns memory that nobody has written"
+            return f"'{node.name}' returns memory that was never written"
     return ""
 
 

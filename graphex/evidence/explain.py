@@ -97,7 +97,7 @@ class Report:
         """Refuse the name of a rule that does not exist: a test of "this did not fuse" would always pass."""
         if name in self._rules:
             return
-        hint = did_you_mean(name, self._rules, "see `graphex rules`", most=3)
+        hint = did_you_mean(name, self._rules, "`graphex rules` lists them", most=3)
         raise InputError(f"there is no rule {name!r} ({hint}).")
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from graphex.errors import count_of
 from graphex.records import Activation, GraphBroke, Journal, KernelsPlanned, NearMiss, Refused, Rewrote
 
 if TYPE_CHECKING:
@@ -393,7 +394,7 @@ def step_parts(journal: Journal) -> Iterator[StepPart]:
         elif of_compilation:
             held -= of_compilation.pop()
         compiled = [each for each in journal.regions if each.graph == graph.graph and each.status != "slower"]
-        remark = f"{len(compiled)} regions" if compiled else ""
+        remark = count_of(len(compiled), "region") if compiled else ""
         curve = tuple(before + alive for alive in _curve(journal, graph.graph))
         yield StepPart(graph.phase, graph.graph, graph.nodes, before, most, held, remark, curve)
     for optimizer in journal.optimizers:
@@ -420,7 +421,7 @@ def _curve(journal: Journal, graph: str) -> list[int]:
 
 def intermediates(nodes: Sequence[NodeFacts]) -> list[int]:
     """The bytes alive at each node of a graph, inputs aside. Memory lives from its owner to its last reader."""
-    memory = {node.name: node.memory for node in nodes}
+    memory = _owners(nodes)
     first = {node.name: place for place, node in enumerate(nodes) if node.op not in ("placeholder", "get_attr")}
     last = {
         owner: place
@@ -430,13 +431,30 @@ def intermediates(nodes: Sequence[NodeFacts]) -> list[int]:
     }
     changes = [0] * (len(nodes) + 1)
     for node in nodes:
-        if node.name in first and node.name in last and node.name in node.memory:
+        if node.name in first and node.name in last and node.name in memory[node.name]:
             changes[first[node.name]] += node.bytes
             changes[last[node.name] + 1] -= node.bytes
     alive, found = 0, []
     for change in changes[:-1]:
         alive += change
         found.append(alive)
+    return found
+
+
+def _owners(nodes: Sequence[NodeFacts]) -> dict[str, tuple[str, ...]]:
+    """The nodes that own the memory of each node. Of an op with several results, such as a region, each result does."""
+    found: dict[str, tuple[str, ...]] = {}
+    memory = {node.name: set(node.memory) for node in nodes}
+    several: set[str] = set()  # the ops whose results own their memory
+    for node in nodes:
+        if node.target == "getitem" and node.memory == node.inputs:
+            several.update(node.inputs)
+            found[node.name] = (node.name,)
+        elif several.intersection(node.memory):  # a view of such a result has that of what it reads
+            read = [name for name in node.inputs if memory[node.name].intersection(memory.get(name, ()))]
+            found[node.name] = tuple({each for name in read for each in found[name]})
+        else:
+            found[node.name] = node.memory
     return found
 
 

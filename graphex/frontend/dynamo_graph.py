@@ -10,8 +10,8 @@ being traced, and be gone. So would `set_stream`, in every version; what follows
     after:   y = sin(x)                                              meta: stream 1
 
 Masks of attention that are made of numbers alone: their values are known before anything runs. Model libraries make
-such masks while they are traced, where eager has none. With a mask torch has fewer kernels to choose from, and with one
-whose rows are expanded none but plain matrix products.
+such masks while they are traced, where eager has none. With a mask, torch can choose from fewer kernels; with a mask of
+expanded rows, only plain matrix products are left.
 
     positions = arange(128)[None, None, :, None]
     mask = (positions >= 0).expand(8, 1, 128, 128)         all True: attention needs no mask

@@ -171,6 +171,11 @@ def _recompiled(frame: CompiledFrame, earlier: list[GraphCompiled]) -> Recompile
     return Recompiled("", nearest.graph, _sentence(change, guard), guard, **asdict(change))
 
 
+def told_of(guard: str) -> str:
+    """A guard that failed, in a sentence's words: ``size 0 of x changed from 4 to 7``."""
+    return _sentence(_change(guard), guard)
+
+
 def _nearness(change: Change) -> int:
     """How many of torch's checks of a value came before the one that failed; an expression is checked after them."""
     what = change.what.rstrip(" 0123456789")

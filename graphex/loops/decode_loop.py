@@ -124,10 +124,10 @@ class FixedCall:
 
 
 class DecodeLoop:
-    """The steps of a loop, launched `ahead` of the ones that were read. Iterating runs it.
+    """A loop whose steps are launched up to `ahead` before they are read. Iterating over it runs the loop.
 
-    `step` returns the tensor to read back, and a boolean tensor that is True once the loop is finished. Steps that were
-    launched after that one run too; `step` must see to it that they change nothing.
+    `step` returns the tensor to read back, and a boolean tensor that is True once the loop is finished. Steps that are
+    already launched then run too, and `step` must make them change nothing.
     """
 
     def __init__(

@@ -87,7 +87,8 @@ def generate(
     if reason := why_not(model, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs):
         return leave(reason)
     if _from_caller("assistant_model") is not None or generation_config.prompt_lookup_num_tokens is not None:
-        record = FellBack("generation", "tokens are not guessed ahead", "the loop has no use for an assistant")
+        reason = "assistant_model and prompt_lookup_num_tokens are not used; the tokens are the same without"
+        record = FellBack("generation", "no tokens are drafted", reason)
         sessions.journal.fall_back(record)
     if model_kwargs.get("attention_mask") is None and _counts_by_mask(model):
         model_kwargs["attention_mask"] = _nothing_masked(input_ids, model_kwargs)
@@ -501,7 +502,8 @@ class GenerationReport:
         if token is not None and self.device_seconds is not None:
             idle = max(0.0, 1 - self.device_seconds / token)
             lines.append(f"step alone      {self.device_seconds * 1e3:.3f} ms: the device waits {idle:.1%} of the time")
-        lines.append(f"floor           {self.floor_bytes / 1e9:.3f} GB of weights, keys and values")
+        read = f"{self.floor_bytes / 1e9:.3f} GB" if self.floor_bytes >= 1e8 else f"{self.floor_bytes / 1e6:.3g} MB"
+        lines.append(f"floor           {read} of weights, keys and values")
         if token is not None and self.floor_seconds is not None:
             lines[-1] += f": {self.floor_seconds * 1e3:.3f} ms, a token takes {token / self.floor_seconds:.2f}x that"
         device = device_of({self._model.device})

@@ -6,11 +6,10 @@ that look at tokens or count them are written again here (`TRANSLATED`), with th
 `Sequence` is what a translation reads. Only the very classes of transformers are taken: a subclass may do anything.
 
 Processors of users can be a part of a captured step if they are torch code that looks at the scores alone
-(`TorchCode`). Dynamo is asked, with a copy of the processor, scores as they will be, and tokens whose number is not
-fixed. What it traces is right for every step if it is one graph without breaks, of whose inputs none are the tokens or
-their number, that takes nothing for granted about this number, and that leaves the processor as it was. Then the step
-runs that graph, and Dynamo's guards say when the processor, or something that it reads, has become another one. All
-others are the host's work.
+(`TorchCode`). Dynamo traces a copy of the processor, with scores as they will be and tokens of a symbolic number. The
+trace is right for every step if it is one graph without breaks, reads neither the tokens nor their number, guards on
+nothing about that number, and leaves the processor unchanged. Then the step runs that graph, and Dynamo's guards tell
+when the processor, or something that it reads, has changed. All other processors run on the host.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from graphex.device import kernel_runtime
 from graphex.env import collector_paused, open_folder, sealed, unsealed, why_off, written_whole
 from graphex.errors import GraphexError, InputError, NotOfferedError, one_line
 from graphex.frontend.aot import CompiledAhead
+from graphex.frontend.origin import told_of
 from graphex.loops.replayer import undone
 from graphex.records import FellBack, Journal
 from graphex.torch_private.ahead import (
@@ -50,6 +51,7 @@ from graphex.torch_private.ahead import (
     value_in_scope,
 )
 from graphex.torch_private.dynamo import forward_hooks_for_all
+from graphex.torch_private.frames import is_compiled
 
 _MARK = b"graphex saved function 1\n"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -81,6 +83,8 @@ def save(
     """
     if not isinstance(args, (list, tuple)):
         raise InputError(f"save takes the arguments of a call as a tuple, such as (x,); got {type(args).__name__}.")
+    if is_compiled(model):
+        raise InputError("save compiles the model itself: pass the model, not what torch.compile returned.")
     if reason := why_off():
         raise InputError(f"nothing can be saved: {reason}.")
     target = Path(path)
@@ -253,7 +257,7 @@ def _name_of(value: object) -> str:
 
 
 def _described(value: object) -> str:
-    """The name of a value, or of its type: torch leaves out guards on objects without asking whose they are."""
+    """The name of a value, or of its type. Values whose guards torch leaves out are compared by this text."""
     if isinstance(value, torch.nn.Module):
         return f"a {_name_of(type(value))}"
     return _name_of(value) or f"an object of type {_name_of(type(value))}"
@@ -449,7 +453,9 @@ def _why_not(error: RuntimeError) -> str:
     if not guard.startswith(_MODES):
         other = "weights" if re.search(r"\._(parameters|buffers)\[", guard) else "arguments"
         told = guard.partition(" Guard failed on ")[0].removesuffix(".")  # without settings of torch to change
-        return f"this was saved for other {other}. {told}."
+        named = re.sub(r"L\['args'\]\[(\d+)\]", r"argument \1", told)
+        named = re.sub(r"\._(?:parameters|buffers|modules)\['(\w+)'\]", r".\1", named).replace("L['self']", "self")
+        return f"this was saved for other {other}: {told_of(named)}."
     modes = " and ".join(_NAMES.get(name, name) for name in guard.removeprefix(_MODES).split())
     return f"this was saved in another mode of torch: {modes} differs. Call it in the mode that `save` was called in."
 

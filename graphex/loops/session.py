@@ -399,9 +399,12 @@ Calls = OrderedDict[tuple[Any, ...], FixedCall]
 Arguments = Callable[[], tuple[Any, dict[str, Any]]]
 
 
-def with_own_code(function: Any) -> Any:
-    """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object."""
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+def with_own_code(function: Any, name: str) -> Any:
+    """A copy of a function for which Dynamo keeps its own compiled code: there is a limit for each code object.
+
+    Records and the cache call it by this name.
+    """
+    return FunctionType(function.__code__.replace(co_qualname=name), function.__globals__, function.__name__)
 
 
 class Session:
@@ -427,9 +430,9 @@ class Session:
         self._report = None if isinstance(report, str) else report
         if isinstance(report, str):
             self.journal.fall_back(FellBack("generation", "tokens are copied to the host after each step", report))
-        self._function = with_own_code(model_step)
+        self._function = with_own_code(model_step, f"{type(model).__name__}.step")
         self._step = torch.compile(self._function, backend=backend, dynamic=False)
-        self._prompt_function = with_own_code(prompt_step)
+        self._prompt_function = with_own_code(prompt_step, f"{type(model).__name__}.prompt")
         self._prompt = torch.compile(self._prompt_function, backend=backend, dynamic=False)
         self._calls: Calls = OrderedDict()
         self._prompts: Calls = OrderedDict()

@@ -407,11 +407,11 @@ class StepState:
         return ""
 
     def renew_accumulators(self) -> None:
-        """Let autograd make the accumulators of all parameters anew, on the stream of the next forward.
+        """Have autograd make new accumulators for all parameters, on the stream of the next forward.
 
-        An accumulator lives as long as any graph that ends in it: an old loss that is kept is enough. It adds
-        gradients up on the stream it was made on, and a capture must not touch that one. In a distributed program it
-        may be DDP's, which has hooks on it that nobody else sees: there they stay.
+        An accumulator adds gradients on the stream it was made on, which a capture must not touch. It lives as long as
+        any graph that ends in it, such as that of an old loss that the user keeps. In a distributed program the
+        accumulators stay: DDP has hooks on them that no public name shows.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return

@@ -155,7 +155,7 @@ NOOPS: dict[Any, Noop] = {
     **_row("same_copy", "all is overwritten", _always, aten.copy.default, keeps=1),
     **_row(
         "plain_copy",
-        "nobody can tell the copy from the original",
+        "the original holds the same values wherever the copy is read",
         _always,
         aten.clone.default,
         aten.alias.default,
@@ -206,7 +206,7 @@ def _why_run(node: Node, noop: Noop) -> str:
     """Why a value that is overwritten is computed all the same: the user would no longer see it raise. Empty if not."""
     overwritten = node.args[0] if noop.keeps else None
     raiser = lost_without(node, overwritten) if isinstance(overwritten, Node) else None
-    return "" if raiser is None else f"'{raiser.name}' may raise, and nobody else uses what it makes"
+    return "" if raiser is None else f"'{raiser.name}' may raise, and no other node reads its result"
 
 
 def _kept_value(node: Node, noop: Noop) -> Node | None:
@@ -393,7 +393,7 @@ class RemoveDeadCode(GraphPass):
     def apply(self, work: Work) -> None:
         for node in reversed(list(work.graph.nodes)):
             if not node.users and not is_effectful(node):
-                work.erase(node, rule=self.rule, because="nobody uses the value")
+                work.erase(node, rule=self.rule, because="no node reads the value")
 
 
 # -- common subexpressions ---------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ class RestoreInputWrites(GraphPass):
             work.refuse(refusal.node or epilogue, refusal, rule=INPUT, bytes_moved=_bytes_moved(chain))
             return
         names = ", ".join(f"'{step.name}'" for step in chain.steps)
-        because = f"nobody reads '{chain.target.name}' as it was before {names} after that point"
+        because = f"the old value of '{chain.target.name}' is not read after {names}"
         proof = work.certificate(chain.target, _writer(chain.steps[0]), _bytes_moved(chain))
         work.rewired(chain.steps[-1], rule=INPUT, because=because, certificate=proof)
         _write_in_place(work, chain, layouts)

@@ -128,7 +128,7 @@ def check_names(config: CompilerConfig) -> None:
         names = known(config) if getattr(config, option) else set()  # all families of rules are loaded for their names
         for name in getattr(config, option):
             if name not in names:
-                hint = did_you_mean(name, names, f"known: {', '.join(sorted(names))}")
+                hint = did_you_mean(name, names, f"`graphex {option.removeprefix('disable_')}` lists them")
                 raise OptionError(f"option '{option}' names '{name}', which does not exist ({hint}).")
     named = [rule.name for rule in users_rules(config) if _is_named(rule)]
     ours = {rule for _, each in (*OURS, *LAST, *AUTOMATIC) for rule in each.rules()} if named else set()

@@ -15,11 +15,12 @@ A region of equal layers is cut between them, so that one of them is compiled an
 
     cut:     embed |  mm a; gelu; mm b; add; norm  |  mm a; gelu; mm b; add; norm  | ... | head
 
-It is cut only in front of an op that Inductor calls as it is, such as a matrix product: a kernel that Inductor would
-write ends there anyway. A convolution is no such place: Inductor chooses the layout of what it reads, which the kernel
-before it writes if both are in one region. Of these places that one is taken which the fewest values cross that are not
-contiguous (their strides are eager's, and inside of a region Inductor would choose better ones). Next count the bytes
-that one kernel would both make and read, then the values across, then those of them that are not written without a cut:
+A cut is made only in front of an op that Inductor calls as it is, such as a matrix product: Inductor's own kernels end
+there anyway. A convolution is no such op: Inductor chooses the layout of its input, and has the kernel before it write
+that layout if both are in one region. Of the possible places, the cut takes the one with the fewest values across it
+that are not contiguous: outside of a region a value has eager's strides, inside Inductor may choose better ones. Ties
+are broken by the bytes that one kernel would both make and read, then by the number of values across, then by the
+number of those that Inductor would compute again if there were no cut (`Across`):
 
     add; | mm(time); norm(add); mm(norm)        parts add and norm, because the product in between reads neither
     add; mm(time); norm(add); | mm(norm)        parts nothing
@@ -398,10 +399,10 @@ def _is_called(node: Node) -> bool:
 
 
 class Across(NamedTuple):
-    """The values that cross a place where a region may be cut, as numbers of which less is better, the first most.
+    """The cost of a cut at one place: numbers about the values that cross it, compared in this order, less is better.
 
-    `odd`: how many are not contiguous. `parted`: the bytes that one kernel would both make and read. `values`: how many
-    there are. `computed`: how many Inductor would compute again rather than write.
+    `odd` counts those that are not contiguous. `parted` are the bytes that one kernel would both make and read without
+    the cut. `values` counts all of them. `computed` counts those that Inductor would compute again rather than write.
     """
 
     odd: int

@@ -111,7 +111,8 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
     """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
     op = operator_of(node)
     if op is None and not is_formula(node):
-        return f"'{node.name}' calls no operator"
+        runs_graphs = isinstance(node.target, torch._ops.HigherOrderOperator)
+        return "it runs graphs of its own" if runs_graphs else f"'{node.name}' calls no operator"
     if does_nothing(node) or synchronisation(node) is not None or placement(node) is not None:
         return "it is placed on a stream, or orders streams"
     if CORES in (node.meta.get("custom") or {}):
@@ -157,7 +158,7 @@ def is_op(name: str) -> bool:
 @cache
 def _why_not_compiled(op: torch._ops.OpOverload) -> str:
     if op.namespace not in ("aten", "prims", "graphex", "npu"):
-        return f"'{op.namespace}' is a namespace of custom ops"
+        return "it is a custom op"
     if op._schema.name in UNINITIALISED:
         return "its memory is not initialised"
     if op._schema.is_mutable:

@@ -123,7 +123,7 @@ class Pool:
             self.keepers[number] = outputs
 
     def leave(self, number: int) -> None:
-        """Drop a graph that is freed. Results of it that are in use stay where they are, and in the way of others."""
+        """Drop a graph that is freed. Its results that are in use keep their memory, and other replays avoid it."""
         self.graphs -= 1
         if _is_in_use(self.keepers.get(number)):
             self._left.add(number)
@@ -131,9 +131,10 @@ class Pool:
             self.keepers.pop(number, None)
 
     def keeper_in_the_way(self, number: int) -> int | None:
-        """The graph with results in use that a replay of graph `number` could write to.
+        """The graph with results in use that a replay of graph `number` could write to, if there is one.
 
-        That is itself, a later one, or one whose memory was given up before this one was captured.
+        A replay can write to its own results, to those of graphs captured later, and to those of a graph that had given
+        up its memory before this one was captured.
         """
         for other, outputs in self.keepers.copy().items():  # a finalizer may free a graph meanwhile
             is_free = other < number and (outputs.given_up_to is None or number <= outputs.given_up_to)

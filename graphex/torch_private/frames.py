@@ -92,6 +92,11 @@ def backend_of(compiled: object) -> object | None:
     return backend
 
 
+def is_compiled(model: object) -> bool:
+    """Whether `torch.compile` returned this."""
+    return isinstance(model, _OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
 def compiled_ahead(compiled: object) -> object:
     """The callable of a backend behind a result of `aot_compile`; anything else as it is."""
     return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
@@ -237,7 +242,7 @@ def compiled_frame(gm: GraphModule) -> CompiledFrame:
     ended = _break_of(reason) if getattr(reason, "graph_break", False) else None
     if code is None:
         return CompiledFrame(type(gm).__name__, None, ended=ended)
-    name, line = _resumed(code)
+    name, line = _resumed(code.co_qualname)
     began = _break_at(code.co_filename, line) if line else None
     return CompiledFrame(_name_of(name, values), code, line, began, ended, tuple(_failures_of(code)))
 
@@ -257,7 +262,8 @@ def given_up_since(known: Sequence[Any], code: CodeType | None = None) -> Iterat
             continue
         if code is not None and (each.co_filename, each.co_firstlineno) != (code.co_filename, code.co_firstlineno):
             continue
-        name = getattr(each, "co_name", None) or "a function"
+        name, after = _resumed(getattr(each, "co_name", None) or "a function")
+        name += f" after line {after}" if after else ""
         file = getattr(each, "fail_user_frame_filename", None) or getattr(each, "co_filename", None)
         line = getattr(each, "fail_user_frame_lineno", None) or getattr(each, "co_firstlineno", None)
         frames = (traceback.FrameSummary(file, line, name),) if file and line else ()
@@ -296,12 +302,12 @@ def _break_at(file: str, line: int) -> Break | None:
     return None
 
 
-def _resumed(code: CodeType) -> tuple[str, int]:
-    """The qualified name of the user's function, and the line after which this code goes on with it; 0: it is whole."""
-    scope, _, last = code.co_qualname.rpartition(".")
+def _resumed(qualified: str) -> tuple[str, int]:
+    """The name of the user's function, and the line after which code of this name goes on with it; 0: it is whole."""
+    scope, _, last = qualified.rpartition(".")
     name, _, line = last.removeprefix(f"{RESUME_PREFIX}_").rpartition("_at_")
     if not RESUME_PREFIX or not last.startswith(RESUME_PREFIX) or not line.isdigit():
-        return code.co_qualname, 0
+        return qualified, 0
     return f"{scope}.{name}" if scope else name, int(line)
 
 

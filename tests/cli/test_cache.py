@@ -64,7 +64,8 @@ def test_why_names_the_first_difference(two):
         "reason": reason,
     }
     assert reason in called("why", latest["id"])
-    assert called("why", first["id"]).endswith("it was the first graph of function: nothing to compare with\n")
+    nothing = "it was the first inference graph of function: nothing to compare with\n"
+    assert called("why", first["id"]).endswith(nothing)
     assert "did you mean 'function'" in called("why", "functoin", code=2)
 
 

@@ -425,12 +425,13 @@ def test_a_mistyped_option_is_told_the_near_one(command: str, script: Path) -> N
 
 
 def test_a_pass_that_runs_twice_is_named_once_to_whoever_asks_for_another() -> None:
-    assert call("passes", "zzz").output.count("remove_dead_code") == 1
+    assert call("passes", "remove_dead_cod").output.count("remove_dead_code") == 1
 
 
 def test_bench_knows_which_benchmarks_fit() -> None:
     listed = {each["name"]: each for each in read("bench", "--list")}
     assert listed["memory"]["status"] == "fits"
+    assert all(each["summary"].endswith(".") for each in listed.values())
     assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in listed)
 
 

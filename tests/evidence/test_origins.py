@@ -132,6 +132,22 @@ def test_a_function_that_dynamo_gives_up_on_is_named_with_the_line():
     assert "'in_a_loop' runs in eager: graph break at" in report.summary()
 
 
+def breaks_and_loops(x: Tensor) -> Tensor:
+    x = x.sin()
+    torch._dynamo.graph_break()
+    for _ in range(2):
+        print(end="")
+    return x.cos()
+
+
+def test_the_rest_of_a_function_that_dynamo_gives_up_on_is_named_by_the_line_before_it():
+    line = breaks_and_loops.__code__.co_firstlineno + 2
+    assert (
+        f"'breaks_and_loops after line {line}' runs in eager"
+        in graphex.explain(breaks_and_loops, (torch.ones(3),)).summary()
+    )
+
+
 def only_breaks(x: Tensor) -> Tensor:
     print(end="")
     print("", end="")

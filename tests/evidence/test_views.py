@@ -53,7 +53,7 @@ def test_a_report_counts_rewrites_and_names_refusals_with_the_users_line(report)
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("plain_copies", "did you mean 'plain_copy'?"), ("no such rule", "see `graphex rules`")]
+    ("name", "hint"), [("plain_copies", "did you mean 'plain_copy'?"), ("no such rule", "`graphex rules` lists them")]
 )
 def test_a_rule_that_does_not_exist_is_an_error_that_names_what_comes_close(report, name, hint):
     with pytest.raises(graphex.InputError) as error:

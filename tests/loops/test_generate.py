@@ -439,7 +439,7 @@ def test_layers_that_keep_another_state_are_left_to_transformers(captures):
 
 
 def test_an_assistant_is_not_needed(model):
-    with pytest.warns(graphex.GraphexWarning, match="no use for an assistant"):
+    with pytest.warns(graphex.GraphexWarning, match="assistant_model and prompt_lookup_num_tokens are not used"):
         mine = looped(model, prompt(1), prompt_lookup_num_tokens=3, **GREEDY)
     assert torch.equal(mine, model.generate(prompt(1), **GREEDY))
 

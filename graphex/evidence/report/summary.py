@@ -12,6 +12,7 @@ compiled again runs in place of the earlier one. Ops, times and bytes are added 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -49,8 +50,8 @@ def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     seconds = data["facts"].get("seconds", {})
     yield from _mismatches(called)
     yield from _origins([graph for graph in graphs if not graph["version_of"]])
-    yield from _ops(now)
-    yield from _regions(now, is_timed=bool(seconds))
+    yield from _ops(now, is_timed=bool(seconds))
+    yield from _regions(now, seconds)
     yield from _whole_call(now, seconds)
     for part in (_fusions, _remarks, _input_updates, _memory):
         yield from part(now)
@@ -180,7 +181,7 @@ def _at_most(sentences: Iterable[Sentence]) -> Iterator[Sentence]:
         yield sentence(every[0]["tone"], f"... and {len(every) - _MOST} more like these in the report.")
 
 
-def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+def _ops(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
     shown = [graph for graph in graphs if graph["pictures"] and graph["phase"] != "joint"]
     if shown:
         fewer = device_ops(shown) < device_ops(shown, "given")
@@ -194,7 +195,7 @@ def _ops(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
                 f"A preview: {count_of(device_ops(most, 'elsewhere'), 'device op')} on a device with kernels for the "
                 f"ops of graphex{which}. {_devices(shown)} has none and runs their references op by op.",
             )
-        yield from _nothing_applied(shown)
+        yield from _nothing_applied(shown, is_timed=is_timed)
     yield from _broken_passes(graphs)
 
 
@@ -251,7 +252,7 @@ def _broken_passes(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     for (name, status, reason), where in found.items():
         what = "was rolled back" if status == "rolled back" else status
         times = f" in {len(where)} graphs" if len(where) > 1 else ""
-        yield sentence("bad", f"Pass '{name}' {what}{times}: {reason}.")
+        yield sentence("bad", f"Pass '{name}' {what}{times}: {reason.rstrip('.!')}.")
 
 
 def _devices(graphs: list[dict[str, Any]]) -> str:
@@ -260,7 +261,7 @@ def _devices(graphs: list[dict[str, Any]]) -> str:
     return "The CPU" if found == ["cpu"] else ", ".join(found) or "This device"
 
 
-def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
+def _nothing_applied(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
     """Say plainly that a model runs as it would in eager: nothing fused, no region in use, no device graph."""
     made = [each for graph in graphs for each in graph["rewrites"] if each["effect"] == "fused"]
     fused = [each for each in made if each["rule"] != _REGION]
@@ -274,11 +275,9 @@ def _nothing_applied(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
         said = f"What is fused here is a preview, and no faster on the CPU{lost}"
         yield sentence("plain", f"{said}: leave lift_idioms at 'auto' to run here.")
     elif not made:
-        yield sentence(
-            "plain",
-            "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops. "
-            "Expect 0.85 to 1.0 times the speed of eager.",
-        )
+        expect = "" if is_timed else " Expect 0.85 to 1.0 times the speed of eager."
+        said = "On the CPU no fusion rule applied and no region is in use: this is straight-line code of eager's ops."
+        yield sentence("plain", f"{said}{expect}")
 
 
 def _fusions(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -360,7 +359,7 @@ def _why_not(graphs: list[dict[str, Any]], rule: str, matches: int, missed: int)
 def _remarks(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     """The reasons that passes give for changing nothing, each once; the first graph where there are several."""
     said: dict[tuple[str, str], dict[str, None]] = {}
-    is_told = any(_nothing_applied(graphs))  # that no rule applies on this device
+    is_told = any(_nothing_applied(graphs, is_timed=False))  # that no rule applies on this device
     for graph in graphs:
         for ran in graph["passes"]:
             if ran["status"] == "unchanged" and ran["reason"] and not (is_told and ran["reason"] == NO_KERNELS):
@@ -405,9 +404,10 @@ def _memory(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
     found = [(each["peak_before"], each["peak_after"], graph["name"]) for graph in graphs for each in graph["memory"]]
     before, after, name = max(found, default=(0, 0, ""))
     if before:
-        tone = "good" if after < before else "plain"
+        peaks = [*dict.fromkeys(map(size_text, (before, after)))]
+        tone, as_given = ("good" if after < before else "plain", "") if len(peaks) > 1 else ("plain", " as before")
         of = f", in '{name}', the largest of {len(found)} graphs" if len(found) > 1 else ""
-        yield sentence(tone, f"Predicted peak of intermediate memory: {size_text(before)} -> {size_text(after)}{of}.")
+        yield sentence(tone, f"Predicted peak of intermediate memory: {' -> '.join(peaks)}{as_given}{of}.")
 
 
 def _running(graphs: list[dict[str, Any]]) -> Iterator[Sentence]:
@@ -463,36 +463,38 @@ def _fallbacks(data: dict[str, Any]) -> Iterator[Sentence]:
         yield sentence("bad", f"{each['what']}: {each['reason']}.")
 
 
-def _regions(graphs: list[dict[str, Any]], *, is_timed: bool) -> Iterator[Sentence]:
-    """Compiled regions, their cost and gain, and the ops outside. `is_timed`: whole calls are told about too."""
+def _regions(graphs: list[dict[str, Any]], seconds: dict[str, float]) -> Iterator[Sentence]:
+    """Compiled regions, their cost and gain, and the ops outside. `seconds`: those of whole calls, if timed."""
     tried = _records(graphs, _REGION)
     used = _regions_in_use(graphs)
-    seconds = sum(each["seconds"] for each in tried)
     if used:
         calls, made = sum(each["calls"] for each in used), sum(each["status"] == "compiled" for each in used)
         different = "" if made == len(used) else f", {made} of them different"
         where = "1 compiled region" if len(used) == 1 else f"{len(used)} compiled regions{different}"
         groups = [found for group in compilations(graphs) if (found := _regions_in_use(group))]
         within = f" of {len(groups)} graphs" if len(groups) > 1 else ""
-        gain = _gain(groups, "" if is_timed else _not_eager(graphs))
+        is_whole = not any(graph["phase"] == "forward" for graph in graphs)  # or the call that was timed is a part
+        eager = seconds.get("eager", math.inf) if is_whole else math.inf
+        gain = _gain(groups, "" if seconds else _not_eager(graphs), eager)
         yield sentence(
-            "plain" if gain.endswith(_UNKNOWN) else "good",
-            f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}",
+            "plain" if not gain or gain.endswith(_UNKNOWN) else "good",
+            f"{count_of(calls, 'op')} {'runs' if calls == 1 else 'run'} in {where}{within}. {gain}".rstrip(),
         )
     if slower := len(tried) - len(used):
         what = f"{count_of(slower, 'compiled region')} {'was' if slower == 1 else 'were'} slower than single ops"
         busy = _busy(each for each in tried if not each["region"])
         yield sentence("plain", f"{what}, which run instead.{busy}")
     if tried:
-        took = f"Compiling regions took {seconds:.1f} s"
+        took = f"Compiling regions took {sum(each['seconds'] for each in tried):.1f} s"
         yield sentence("plain", f"{took}; regions=False or GRAPHEX_REGIONS=off does without.")
     outside: dict[str, list[dict[str, Any]]] = {}
     for each in _records(graphs, "region border") if used else ():
         outside.setdefault(each["reason"], []).append(each)
     for reason, borders in outside.items():
         count = sum(each["count"] for each in borders)
-        ops = f"{borders[0]['op']}" if count == 1 else f"{borders[0]['op']} and {count - 1} more"
-        yield sentence("plain", f"Outside of compiled regions: {ops}, because {reason}.")
+        op = borders[0]["op"]
+        ops = f"{op}, because" if count == 1 else f"{count} ops such as {op}, each because"
+        yield sentence("plain", f"Outside of compiled regions: {ops} {reason}.")
 
 
 def _regions_in_use(graphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -503,8 +505,12 @@ def _busy(measured: Iterable[dict[str, Any]]) -> str:
     return _BUSY if any(each["doubtful"] for each in measured) else ""
 
 
-def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
-    """The times of the compiled regions of each compilation, from their trials, and what is known of `eager`."""
+def _gain(groups: list[list[dict[str, Any]]], remark: str, eager: float) -> str:
+    """The times of the compiled regions of each compilation, from their trials, and a remark about eager.
+
+    A trial runs ops one by one, each with overheads that eager's call may not have: where it takes longer than a whole
+    call in `eager`, its times say nothing of that call, and are left out.
+    """
     used = [each for group in groups for each in group]
     measured = [each for each in used if each["seconds_compiled"] and each["seconds_single"]]
     if not measured:
@@ -522,9 +528,11 @@ def _gain(groups: list[list[dict[str, Any]]], eager: str) -> str:
     if busy and found[0] < 1:
         return f"Compiled code is kept: {_UNKNOWN}"
     single, compiled = max(times)
+    if single > eager:
+        return ""
     of = "" if len(times) == 1 else " in the longest graph"
     they = "it takes" if len(used) == 1 else "they take"
-    return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or eager}"
+    return f"Timed alone, {they} {_time(compiled)}, and {_time(single)} op by op{of}{some}{factor}.{busy or remark}"
 
 
 def _not_eager(graphs: list[dict[str, Any]]) -> str:

@@ -114,7 +114,7 @@ def _fused_quant(
 def _rows_aligned(match: Match) -> Answer:
     x = tensor(match, "x1")
     width = x.shape[-1] * x.element_size()
-    said = f"a row of 'x1' has {width} bytes, which is not certainly a multiple of {_ROW_BYTES}"
+    said = f"a row of 'x1' has {width} bytes, and must have a multiple of {_ROW_BYTES}"
     return certainly(width % _ROW_BYTES == 0, match, "x1", said, f"pad rows to a multiple of {_ROW_BYTES} bytes")
 
 
@@ -160,7 +160,7 @@ def _fused_product(a: Tensor, b: Tensor, transposed: bool) -> Tensor:
 def _columns_aligned(match: Match) -> Answer:
     for name in ("a", "b"):
         width = tensor(match, name).shape[-1]
-        said = f"the last dimension of '{name}' is {width}, which is not certainly a multiple of {_LANES}"
+        said = f"the last dimension of '{name}' is {width}, and must be a multiple of {_LANES}"
         refusal = certainly(width % _LANES == 0, match, name, said, f"pad it to a multiple of {_LANES}")
         if refusal is not None:
             return refusal
@@ -169,13 +169,13 @@ def _columns_aligned(match: Match) -> Answer:
 
 def _small_sum(match: Match) -> Answer:
     size = tensor(match, "b").shape[1]
-    return certainly(size < _MOST, match, "b", f"the summed dimension is {size}, which is not certainly below {_MOST}")
+    return certainly(size < _MOST, match, "b", f"the summed dimension is {size}, and must be below {_MOST}")
 
 
 def _small_batches(match: Match) -> Answer:
     b = tensor(match, "b")
     size = b.shape[1] * b.shape[0]
-    said = f"the summed dimension times the batch is {size}, which is not certainly below {_MOST}"
+    said = f"the summed dimension times the batch is {size}, and must be below {_MOST}"
     return certainly(size < _MOST, match, "b", said)
 
 

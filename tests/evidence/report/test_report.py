@@ -454,5 +454,17 @@ def test_a_training_step_is_one_timeline_with_memory_over_it(tmp_path: Path) -> 
     assert min(backward["curve"]) >= backward["before"]
 
 
+def test_the_timeline_of_a_step_counts_what_a_compiled_region_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    monkeypatch.setenv("GRAPHEX_TUNING", "off")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Tanh())
+    report = graphex.explain(model, (torch.randn(32, 64),))
+    assert any(each.region and each.graph.endswith("forward") for each in report.journal.regions)
+    ((forward, _),) = read_data(report.save(tmp_path / "report.html"))["training"]
+    assert forward["curve"][-1] >= forward["held"] > 0
+
+
 def test_inference_has_no_training_step(llama: graphex.Report, llama_page: Path) -> None:
     assert read_data(llama_page)["training"] == []

@@ -7,8 +7,9 @@ function memory(app) {
   const saved = certified.reduce((sum, record) => sum + record.certificate.bytes_saved, 0);
   const moved = graph.refusals.reduce((sum, record) => sum + record.bytes_moved, 0);
   const [peak] = graph.memory;
+  const peaks = peak ? [...new Set([peak.peak_before, peak.peak_after].map(sizeText))] : [];
   const cards = [
-    peak ? ["peak of intermediates", `${sizeText(peak.peak_before)} → ${sizeText(peak.peak_after)}`] : null,
+    peak ? ["peak of intermediates", peaks.join(" → ")] : null,
     ["saved in every call", sizeText(saved)],
     ["still copied in every call", sizeText(moved)],
   ].filter(Boolean);
@@ -23,19 +24,19 @@ function memory(app) {
     section(
       "Still copied",
       "What each call moves because a write in place could not be proven right.",
-      refusedTable(app, graph),
+      refusedTable(app, graph, certified),
     ),
     section(
       "Certificates",
-      "Why each write in place is right: whose memory it is, and who read it last.",
+      "Why each write in place is right: the owner of the memory, and its last reader.",
       certificateTable(app, certified),
     ),
   );
 }
 
-function refusedTable(app, graph) {
+function refusedTable(app, graph, certified) {
   const costly = graph.refusals.filter((record) => record.bytes_moved).sort((a, b) => b.bytes_moved - a.bytes_moved);
-  if (!costly.length) return empty("Nothing: every update that was found is written in place.");
+  if (!costly.length) return empty(certified.length ? "Nothing: every update is written in place." : "Nothing.");
   const rows = costly.map((record) => [
     chip(record.node, () => app.showRecord(record), "node-chip"),
     record.rule,
