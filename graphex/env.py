@@ -527,6 +527,7 @@ def _is_time(time: object) -> bool:
 # The garbage collector
 
 
+MANY = 50_000  # objects made in a pause, beyond which it was a long one
 _lock = threading.RLock()  # a finalizer may come in between, and pause it too
 _pauses = 0  # of all threads
 _is_ours_to_enable = False
@@ -534,7 +535,10 @@ _is_ours_to_enable = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """The garbage collector waits inside. One that was off stays off; of several threads the last ends the pause."""
+    """The garbage collector waits inside. One that was off stays off; of several threads the last ends the pause.
+
+    What is left after a long pause is old: Python would walk through it three times more, for a tenth of a cold start.
+    """
     global _pauses, _is_ours_to_enable
     with _lock:
         if not _pauses:
@@ -546,8 +550,18 @@ def collector_paused() -> Iterator[None]:
     finally:
         with _lock:
             _pauses -= 1
-            if not _pauses and _is_ours_to_enable:
+            if is_over := not _pauses and _is_ours_to_enable:
                 gc.enable()
+        if is_over and gc.get_count()[0] > MANY:
+            _make_old()
+
+
+def _make_old() -> None:
+    """Collect the garbage among young objects, and count the others as old ones."""
+    gc.collect(0)
+    if not gc.get_freeze_count():  # else a program has objects that it wants to stay frozen
+        gc.freeze()
+        gc.unfreeze()
 
 
 # A line on the terminal

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,34 @@ def test_pauses_that_overlap_last_until_the_last_one_ends(enabled):
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled() == enabled
+
+
+def test_after_a_long_pause_garbage_is_gone_and_the_rest_is_old() -> None:
+    gc.enable()
+    with collector_paused():
+        kept: list[list[object]] = [[] for _ in range(100_000)]
+        cycle = Cycle()
+        cycle.itself, gone = cycle, weakref.ref(cycle)
+        del cycle
+    assert gone() is None
+    assert any(each is kept for each in gc.get_objects(generation=2))
+
+
+def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
+    gc.enable()
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with collector_paused():
+            made: list[list[object]] = [[] for _ in range(100_000)]
+        assert gc.get_freeze_count() > 0.9 * frozen
+        assert made
+    finally:
+        gc.unfreeze()
+
+
+class Cycle:
+    itself: Cycle
 
 
 @pytest.mark.parametrize(
