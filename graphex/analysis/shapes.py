@@ -70,6 +70,18 @@ def same_offset(left: Any, right: Any) -> bool:
     return known_equal(left.storage_offset(), right.storage_offset())
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether each element of a tensor of known sizes has a place of its own, wherever its strides leave gaps."""
+    if not all(isinstance(each, int) for each in (*value.shape, *value.stride())):
+        return False
+    end = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < end:
+            return False
+        end = max(end, stride * (size - 1) + end)
+    return True
+
+
 def known_contiguous(value: torch.Tensor) -> bool:
     """Whether a (fake) tensor certainly lies in memory row by row."""
     expected: list[Size] = []
