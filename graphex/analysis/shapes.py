@@ -199,6 +199,7 @@ def absolutely_addressed(node: Node) -> list[Node]:
 Range = tuple[int, int]
 _DEEPEST = 12  # nodes that are followed
 _ARANGE = torch.ops.aten.arange
+_TRIANGLES = frozenset({torch.ops.aten.tril_indices, torch.ops.aten.triu_indices})
 # Ops whose result holds numbers of their first argument, and no others.
 _SAME_NUMBERS = frozenset(
     getattr(torch.ops.aten, name)
@@ -230,6 +231,9 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
     packet, args = op.overloadpacket, node.args
     if packet is _ARANGE:
         return _counted(args)
+    if packet in _TRIANGLES:
+        rows, columns = args[:2]
+        return (0, max(rows, columns, 1) - 1) if type(rows) is type(columns) is int else None
     if packet in _SAME_NUMBERS or packet is torch.ops.aten._to_copy:
         return known_range(args[0], deepest)
     if packet is torch.ops.aten.remainder:
