@@ -293,7 +293,7 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
 # stand before or behind the region. Where it is given that memory once more, it would not know what to read.
 
 
-WRITES = frozenset({aten.copy_.default, aten.index_copy_.default, aten.index_put_.default})
+WRITES = frozenset({aten.add_.Tensor, aten.copy_.default, aten.index_copy_.default, aten.index_put_.default})
 
 
 def writes_inside(graph: Graph, device: torch.device) -> frozenset[Node]:
@@ -325,6 +325,8 @@ def _is_written_inside(node: Node, aliases: Aliases) -> bool:
         return False
     if aliases.shares_with_operands(node, args[0]) or any(user.op == "output" for user in node.users):
         return False
+    if node.target is aten.add_.Tensor:  # a counter, such as that of a batch norm
+        return len(args) == 2 and type(args[1]) is int and x.dtype == torch.int64
     if node.target is aten.copy_.default:
         return len(args) == 2 and len(values) == 1 and _is_alike(values[0].meta.get("val"), x)
     indices = args[1] if node.target is aten.index_put_.default else [args[2]]

@@ -190,6 +190,7 @@ def test_statistics_of_a_batch_norm_are_written_by_regions():
         for each in (run, other):
             each(x).square().sum().backward()
     torch.testing.assert_close(dict(model.state_dict()), dict(other.state_dict()), **CLOSE)
+    assert not borders(run)
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in other.parameters()], **CLOSE)
 
 
