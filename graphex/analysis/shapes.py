@@ -70,6 +70,18 @@ def same_offset(left: Any, right: Any) -> bool:
     return known_equal(left.storage_offset(), right.storage_offset())
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether each element of a tensor of known sizes has a place of its own, wherever its strides leave gaps."""
+    if not all(isinstance(each, int) for each in (*value.shape, *value.stride())):
+        return False
+    end = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < end:
+            return False
+        end = max(end, stride * (size - 1) + end)
+    return True
+
+
 def known_contiguous(value: torch.Tensor) -> bool:
     """Whether a (fake) tensor certainly lies in memory row by row."""
     expected: list[Size] = []
@@ -187,6 +199,7 @@ def absolutely_addressed(node: Node) -> list[Node]:
 Range = tuple[int, int]
 _DEEPEST = 12  # nodes that are followed
 _ARANGE = torch.ops.aten.arange
+_TRIANGLES = frozenset({torch.ops.aten.tril_indices, torch.ops.aten.triu_indices})
 # Ops whose result holds numbers of their first argument, and no others.
 _SAME_NUMBERS = frozenset(
     getattr(torch.ops.aten, name)
@@ -218,6 +231,9 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
     packet, args = op.overloadpacket, node.args
     if packet is _ARANGE:
         return _counted(args)
+    if packet in _TRIANGLES:
+        rows, columns = args[:2]
+        return (0, max(rows, columns, 1) - 1) if type(rows) is type(columns) is int else None
     if packet in _SAME_NUMBERS or packet is torch.ops.aten._to_copy:
         return known_range(args[0], deepest)
     if packet is torch.ops.aten.remainder:

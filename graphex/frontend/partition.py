@@ -13,7 +13,7 @@ graphex keeps some ops whole that Inductor takes apart before it cuts. These val
     x: bf16 -> f32 -> group norm: f32 -> silu_backward                  the same, from x and the saved statistics
     x: bf16 -> f32 -> group_norm_backward                               the same, from x
 
-Convolutions of both graphs read and write channels last on a GPU, as Inductor has them in one graph: what is saved
+Convolutions of both graphs read and write channels last, as Inductor has them in one graph: what is saved
 between the two lies in memory as the backward's convolutions read it (`lay_out_by_channels`).
 """
 
@@ -36,6 +36,7 @@ from graphex.env import regions_enabled
 from graphex.frontend.compiler import ACTIVATIONS, compile_joint
 from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack, Rewrote
+from graphex.regions.compiler import why_no_kernels
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import correct_values, evaluate, fake_mode_of, inherit_all
@@ -58,6 +59,8 @@ _BY_SIZE: dict[Any, int] = {  # arguments whose values are not looked at
 _POINTWISE = (aten.tanh.default, aten.sigmoid.default)  # whose derivatives read their results
 _STATISTICS_ON = ("cuda",)  # devices where a log-softmax is taken apart for its derivative
 _CHANNELS_LAST_ON = ("cuda",)  # devices whose convolutions are faster with channels last
+_IN_REGIONS_ON = ("cpu",)  # devices for which Inductor lays out all convolutions so, with the library of Intel's
+_APART = frozenset({aten.native_group_norm.default, aten.cat.default})  # on a CPU; see `_are_faster_by_channels`
 FEW = 600  # nodes of a joint graph for each convolution: there is too little to gain
 SMALL = 64  # channels: if no convolution has more, channels last is slower
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
@@ -314,16 +317,23 @@ def laid_out(joint: GraphModule, compilation: Compilation) -> tuple[GraphModule,
 def _are_faster_by_channels(joint: GraphModule) -> bool:
     """Whether convolutions of a training step gain from channels last, by the rules that Inductor has measured.
 
-    They lose with groups of several channels, and where there are half as many channels after one as before.
+    They lose with groups of several channels, and where there are half as many channels after one as before. On a CPU
+    regions compute in channels last in any case, and what forward saves otherwise is copied in both graphs; groups of
+    channels lose there, and graphs in which group norms and concatenations stand between convolutions may lose.
     """
     found = joint.graph.find_nodes(op="call_function", target=aten.convolution.default)
     nodes = [node for node in found if node.meta["val"].dim() == 4]
     values = [value for node in nodes for value in (node.meta["val"], *(_value(each) for each in node.args[:2]))]
     if not nodes or len(joint.graph.nodes) >= FEW * len(nodes):
         return False
-    if any(value.device.type not in _CHANNELS_LAST_ON for value in values):
-        return False
     if not all(isinstance(size, int) for value in values for size in value.shape):
+        return False
+    if all(value.device.type in _IN_REGIONS_ON for value in values):
+        has_library = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
+        is_apart = any(node.target in _APART for node in joint.graph.nodes)
+        are_whole = not is_apart and all(node.args[8] == 1 for node in nodes)
+        return has_library and are_whole and not why_no_kernels(values[0].device)
+    if any(value.device.type not in _CHANNELS_LAST_ON for value in values):
         return False
     weights = [tuple(map(int, _value(node.args[1]).shape)) for node in nodes]
     groups: list[Any] = [node.args[8] for node in nodes]

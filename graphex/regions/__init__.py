@@ -13,6 +13,6 @@ How a graph moves through this room, after the passes that restore writes in pla
     region          the module that runs in place of the nodes, checked in its first call
     stage           the pass: grow, compile, replace, record; dropout from seeds, so that a region can hold it
 
-A region is functional, so undoing one is running its nodes. Captured graphs, streams and memory stay graphex's: a
-region is one node with a contract (`graphex.analysis.effects`).
+A region is functional but for writes to inputs on a CPU, so undoing one is running its nodes. Captured graphs, streams
+and memory stay graphex's: a region is one node with a contract (`graphex.analysis.effects`).
 """

@@ -49,16 +49,21 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex.analysis import Aliases, node_line
+from graphex.analysis.aliasing import Storage
 from graphex.analysis.dependencies import dependencies
 from graphex.analysis.effects import RegionContract, is_body, is_formula, is_kernel, is_number, operator_of
-from graphex.analysis.graphs import extract, values_from_outside
+from graphex.analysis.graphs import devices_of, extract, values_from_outside
 from graphex.analysis.memory import bytes_of, contract_of
-from graphex.analysis.shapes import known_contiguous
+from graphex.analysis.shapes import is_dense, known_contiguous, known_equal, same_layout
 from graphex.errors import Refusal
 from graphex.regions.compiler import layout_key
+from graphex.regions.indices import lookups_in, lookups_of
 from graphex.regions.members import is_generated, is_view, why_outside
 from graphex.rewrite.partition import Partitioner
+from graphex.torch_private.memory import sets_versions
 from graphex.torch_private.symbolic import expression_of, pytree, symbol_of
+
+aten = torch.ops.aten
 
 LATER = "it makes a large result, and is computed after the replay, straight into the caller's memory"
 FEWEST = 2  # nodes that Inductor writes code for; a single one runs as fast as it is
@@ -109,12 +114,14 @@ class Growth:
 class _Members:
     """Answers `Partitioner` which nodes a partition may hold; keeps the reasons against the others."""
 
-    def __init__(self, device: torch.device, kept: frozenset[str], tail: frozenset[Node]) -> None:
-        self._device, self._kept, self._tail = device, kept, tail
+    def __init__(
+        self, device: torch.device, kept: frozenset[str], tail: frozenset[Node], written: Collection[Node]
+    ) -> None:
+        self._device, self._kept, self._tail, self._written = device, kept, tail, written
         self.outside: dict[Node, str] = {}
 
     def is_node_supported(self, submodules: object, node: Node) -> bool:
-        reason = LATER if node in self._tail else why_outside(node, self._device, self._kept)
+        reason = LATER if node in self._tail else why_outside(node, self._device, self._kept, self._written)
         if reason and not is_number(node) and is_kernel(node):
             self.outside[node] = reason
         return not reason
@@ -122,20 +129,32 @@ class _Members:
 
 def grow(gm: GraphModule, device: torch.device, kept: Sequence[str] = (), tail: Sequence[Node] = ()) -> Growth:
     """The regions of a graph on one device, in an order in which they can run. Nodes of the `tail` run after them."""
-    members = _Members(device, frozenset(kept), frozenset(tail))
+    written = writes_inside(gm.graph, device)
+    while True:
+        growth, unsafe = _grown(gm, _Members(device, frozenset(kept), frozenset(tail), written))
+        if not unsafe:
+            return growth
+        written = written.difference(unsafe)  # they stay outside
+
+
+def _grown(gm: GraphModule, members: _Members) -> tuple[Growth, set[Node]]:
+    """The regions, and the writes that one of them cannot make."""
     partitioner = Partitioner(gm, members, allows_single_node_partition=True)  # type: ignore[arg-type]
     plans: list[RegionPlan] = []
     refused: list[Refusal] = []
     partitions = [list(partition.nodes) for partition in partitioner.propose_partitions()]
     if reason := _why_not_worth_it(gm, partitions):
-        return Growth([], _borders(members.outside), [], reason)
+        return Growth([], _borders(members.outside), [], reason), set()
     segments = [nodes for partition in partitions for nodes in cut_at_layers(partition)]
-    for nodes in sunk(segments, _followed(gm.graph) if len(segments) > 1 else frozenset()):
+    aliases, unsafe = Aliases(gm.graph), set[Node]()
+    for nodes in sunk(segments, _followed(gm.graph, aliases) if len(segments) > 1 else frozenset()):
         if not _is_worth_it(nodes):
             continue
         planned = _plan(gm, nodes)
+        if isinstance(planned, RegionPlan) and _meets_its_writes(planned, aliases):
+            unsafe.update(node for node in nodes if node.target in WRITES)
         (plans if isinstance(planned, RegionPlan) else refused).append(planned)  # type: ignore[arg-type]
-    return Growth(plans, _borders(members.outside), refused)
+    return Growth(plans, _borders(members.outside), refused), unsafe
 
 
 def _why_not_worth_it(gm: GraphModule, partitions: list[list[Node]]) -> str:
@@ -206,7 +225,7 @@ def _plan(gm: GraphModule, nodes: list[Node]) -> RegionPlan | Refusal:
     if isinstance(contract, Refusal):
         return contract
     own = [number for places in contract.allocates for number in places]
-    if contract.writes or any(contract.aliases) or len(own) != len(set(own)):
+    if any(contract.aliases) or len(own) != len(set(own)):
         return Refusal("its results share memory with each other or with what it takes", nodes[0])
     return RegionPlan(nodes, outputs, views, sizes, body, contract)
 
@@ -265,21 +284,99 @@ def put_in_place(gm: GraphModule, plan: RegionPlan, name: str) -> Node:
     return call
 
 
+# -- writes to inputs --------------------------------------------------------------------------------------------------
+#
+#     before:  region_0; index_copy_(cache, 2, position, k); attention(q, cache); region_1
+#     after:   region_0, which writes `k` where it computes it
+#
+# On a CPU a region may write to inputs of the graph. Nothing in it can raise in between: it checks its indices first,
+# and runs its nodes one by one if one of them is out of range. Order is that of every write: others that use the memory
+# stand before or behind the region. Where it is given that memory once more, it would not know what to read.
+
+
+WRITES = frozenset({aten.add_.Tensor, aten.copy_.default, aten.index_copy_.default, aten.index_put_.default})
+
+
+def writes_inside(graph: Graph, device: torch.device) -> frozenset[Node]:
+    """The writes to inputs that regions may make, on a CPU. What reads the result of one reads the input instead."""
+    nodes = [node for node in graph.nodes if node.target in WRITES] if device.type == "cpu" else []
+    if not nodes or not sets_versions():
+        return frozenset()
+    aliases, given = Aliases(graph), graph.find_nodes(op="placeholder")
+    owners = Counter(storage for node in given for storage in aliases.storages(node))
+    inside = frozenset(
+        node
+        for node in nodes
+        if node.args[0] in given and _is_written_inside(node, aliases) and _is_alone(node.args[0], aliases, owners)
+    )
+    for node in inside:
+        node.replace_all_uses_with(node.args[0])
+    return inside
+
+
+def _is_alone(node: Any, aliases: Aliases, owners: Mapping[Storage, int]) -> bool:
+    return all(owners[storage] == 1 for storage in aliases.storages(node))
+
+
+def _is_written_inside(node: Node, aliases: Aliases) -> bool:
+    """Whether compiled code would write what the node writes to an input, wherever it writes it."""
+    args: list[Any] = list(node.args)
+    x, values = args[0].meta.get("val"), [each for each in args[1:] if isinstance(each, Node)]
+    if not isinstance(x, Tensor) or not same_layout(x, node.meta.get("val")) or not is_dense(x) or node.kwargs:
+        return False
+    if aliases.shares_with_operands(node, args[0]) or any(user.op == "output" for user in node.users):
+        return False
+    if node.target is aten.add_.Tensor:  # a counter, such as that of a batch norm
+        return len(args) == 2 and type(args[1]) is int and x.dtype == torch.int64
+    if node.target is aten.copy_.default:
+        return len(args) == 2 and len(values) == 1 and _is_alike(values[0].meta.get("val"), x)
+    indices = args[1] if node.target is aten.index_put_.default else [args[2]]
+    if args[3:4] == [True] or not isinstance(values[-1].meta.get("val"), Tensor) or lookups_of(node) is None:
+        return False
+    are_single = all(known_equal(index.meta["val"].numel(), 1) for index in indices if index is not None)
+    return are_single and values[-1].meta["val"].dtype == x.dtype
+
+
+def _is_alike(value: Any, other: Tensor) -> bool:
+    is_tensor = isinstance(value, Tensor) and value.dtype == other.dtype
+    return is_tensor and known_equal(tuple(value.shape), tuple(other.shape))
+
+
+def _meets_its_writes(plan: RegionPlan, aliases: Aliases) -> bool:
+    """Whether a region is given memory that it writes to more than once, or checks indices that it writes."""
+    given = plan.body.graph.find_nodes(op="placeholder")
+    taken = [*_read(plan.nodes), *plan.sizes]
+    written = [taken[place] for place in plan.contract.writes]
+    checked = {taken[given.index(each.given)] for each in lookups_in(plan.body.graph)} if written else set()
+    return any(
+        each in checked or any(other is not each and aliases.may_alias(other, each) for other in taken)
+        for each in written
+    )
+
+
 # -- equal layers ------------------------------------------------------------------------------------------------------
 
 
 LAYERS = 6  # equal layers that are worth cutting for
+SMALL, TOGETHER = 2**23, 8  # bytes of a layer beside which the call of a region takes time, and how many share a region
 READS = 4  # of memory: Inductor writes a value that is read twice and takes more of them
 ROUNDS = 16  # in which it is found out what can move; after so many nothing does
 
 
 def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
-    """The nodes of a region in segments of which many are equal; one segment if it has no equal layers."""
+    """The nodes of a region in segments of which many are equal; one segment if it has no equal layers.
+
+    On a CPU a segment has several layers if they are small: to call a region takes the host as long as two of its ops.
+    """
     kinds = [_kind(node) for node in nodes]
     found = _period(nodes, kinds)
     if found is None:
         return [nodes]
     first, period, times = found
+    if _is_small(nodes[first : first + period]):
+        period, times = period * TOGETHER, times // TOGETHER
+        if times < 2:
+            return [nodes]
     across = _across(nodes)
     values = {offset: across[first + period + offset] for offset in range(period) if _may_cut(nodes, first + offset)}
     offsets = [offset for offset, across_it in values.items() if not across_it.odd]
@@ -291,11 +388,17 @@ def cut_at_layers(nodes: list[Node]) -> list[list[Node]]:
     return [nodes[start:end] for start, end in pairwise([0, *cuts, len(nodes)])]
 
 
-def _followed(graph: Graph) -> frozenset[Node]:
+def _is_small(layer: list[Node]) -> bool:
+    values = dict.fromkeys([*layer, *values_from_outside(layer)])
+    is_on_cpu = all(device.type == "cpu" for device in devices_of(layer[0].graph))
+    return is_on_cpu and sum(bytes_of(node) for node in values if not is_view(node)) <= SMALL
+
+
+def _followed(graph: Graph, aliases: Aliases) -> frozenset[Node]:
     """Nodes that others wait for without reading them: the others write to memory that these read, or have to come
     after an exception that these may raise.
     """
-    before = dependencies(graph, Aliases(graph))
+    before = dependencies(graph, aliases)
     return frozenset(each for node, earlier in before.items() for each in earlier.difference(node.all_input_nodes))
 
 

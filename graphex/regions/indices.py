@@ -3,7 +3,7 @@
 On a CPU an op raises for an index that is out of range; compiled code would raise another error, or later. So a node
 that goes by indices is a member of a region if these are inputs of the region, views or joined parts of inputs, or in
 range by how they are made. Each input is checked in every call (`Lookup`); where a check fails, the nodes run one by
-one, and eager's error is raised.
+one, and eager's error is raised. Regions that go by the same indices share a check (`graphex.runtime.codegen`).
 
     gather(x, 1, i[:, 0])     Lookup(given=i, views=(select(1, 0),), least=0, most=x.shape[1] - 1)
     x[argmax(y)]              no check: the place of a largest element is in range
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
+from graphex.analysis.dependencies import can_raise
 from graphex.analysis.effects import operator_of
 from graphex.analysis.shapes import known_equal, known_range
 from graphex.torch_private.symbolic import pytree
@@ -48,13 +49,17 @@ _BY_INDEX = {
     aten.embedding.default: 1,
     aten.gather.default: 2,
     aten.index.Tensor: 1,
+    aten.index_copy_.default: 2,
     aten.index_fill.int_Scalar: 2,
+    aten.index_put_.default: 1,
     aten.index_select.default: 2,
     aten.scatter.value: 2,
     **ADDS_BY,
 }
 # Those whose indices count from the end if they are negative.
-_WRAPPED = frozenset({aten.index.Tensor, aten.index_put.default, aten._unsafe_index_put.default})
+_WRAPPED = frozenset(
+    {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default}
+)
 SAME_ELEMENTS = frozenset(
     {
         *(aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.transpose.int, aten.permute.default),
@@ -84,6 +89,9 @@ class Lookup:
     def holds(self, indices: Tensor) -> bool:
         for op, others in self.views:
             indices = op(indices, *others)
+        if indices.numel() == 1:
+            number = indices.item()
+            return self.least <= number <= self.most or number == self.besides
         if not indices.numel():
             return True
         first, last = torch.aminmax(indices)
@@ -126,6 +134,12 @@ def lookups_of(node: Node) -> list[Lookup] | None:
             return None
         found += lookups
     return found
+
+
+def lookups_in(graph: Graph) -> list[Lookup]:
+    """The index checks of all nodes of a region."""
+    found = (lookups_of(node) or () for node in graph.nodes if can_raise(node))
+    return [lookup for lookups in found for lookup in lookups]
 
 
 def _of_one(node: Node) -> bool:

@@ -1,16 +1,17 @@
 """Members of regions: the nodes that Inductor compiles without changing what a caller can see.
 
-A node stays outside of every region if it writes, draws random numbers, communicates, orders streams, may raise on the
-host, has a size that depends on data, is placed on a stream, or calls an op that is neither torch's nor graphex's. So
-does an op that Inductor computes otherwise than eager by more than rounding, and a cast that is there to round. An op
-that can raise only because of its indices may be a member, where the region can check these before it runs (`indices`).
+A node stays outside of every region if it writes, but for some writes on a CPU (`grow.writes_inside`), draws random
+numbers, communicates, orders streams, may raise on the host, has a size that depends on data, is placed on a stream,
+or calls an op that is neither torch's nor graphex's. So does an op that Inductor computes otherwise than eager by more
+than rounding, and a cast that is there to round. An op that can raise only because of its indices may be a member,
+where the region can check these before it runs (`indices`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial, reduce
 from math import copysign, frexp, inf, isfinite, isinf, ldexp
 from typing import Any
@@ -107,8 +108,11 @@ _ROUND = frozenset({aten.floor, aten.ceil, aten.trunc, aten.round, aten.frac})
 _FILLED = {aten.zeros: 0, aten.zeros_like: 0, aten.ones: 1, aten.ones_like: 1, aten.full: None, aten.full_like: None}
 
 
-def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
-    """Why a node cannot be part of a region on `device`; empty if it can. `kept` are ops the user wants outside."""
+def why_outside(node: Node, device: torch.device, kept: frozenset[str], written: Collection[Node] = frozenset()) -> str:
+    """Why a node cannot be part of a region on `device`; empty if it can.
+
+    `kept` are ops the user wants outside, and `written` are writes to inputs that a region may make.
+    """
     op = operator_of(node)
     if op is None and not is_formula(node):
         runs_graphs = isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -119,6 +123,8 @@ def why_outside(node: Node, device: torch.device, kept: frozenset[str]) -> str:
         return "it is kept to a part of the device"
     if not kept.isdisjoint(map(str, (node.target, op and op.overloadpacket))):
         return "the option 'regions_keep_out' names it"
+    if node in written:
+        return _why_not_here(node, device)
     why_not_compiled = _why_not_compiled(op) if op is not None else _why_not_wrapped(node)
     return why_not_compiled or _why_not_pure(node) or _why_not_here(node, device) or _why_not_exact(node, device)
 

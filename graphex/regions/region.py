@@ -8,6 +8,9 @@ Inductor may pad the rows of a result. Where it does, the result is copied into 
 later nodes, and the caller, rely on these. A capture that copies the result out of its memory anyway takes that copy
 over (`laid_out_by_caller`). Of `zeros + x` Inductor returns x itself: such a result is copied, too.
 
+A region for a CPU may write to its inputs. It leaves their version counters alone, as compiled code does; the program
+counts its writes.
+
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
 the one that eager would stop at raises.
 
@@ -20,19 +23,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from graphex.analysis.dependencies import can_raise
+from graphex.analysis.effects import written_arguments
 from graphex.errors import one_line
 from graphex.ops.definition import has_triton
 from graphex.regions.compiler import Boxed, RegionCode, launches
-from graphex.regions.indices import Columns, Lookup, are_in_range, checks_of, lookups_of
-from graphex.torch_private.memory import extent, storage_key
+from graphex.regions.indices import Columns, Lookup, are_in_range, checks_of, lookups_in
+from graphex.torch_private.memory import extent, set_versions, sets_versions, storage_key
 from graphex.torch_private.symbolic import expression_of, kind_of, substituted
 
 Symbols = dict[Any, int]
@@ -105,17 +108,24 @@ class Layout(NamedTuple):
 
 
 class Promises(NamedTuple):
-    """The layouts of a region's inputs and results, as its graph has them. An input that is no tensor is a number."""
+    """The layouts of a region's inputs and results, as its graph has them. An input that is no tensor is a number.
+
+    `written` are the places of inputs that the region writes to.
+    """
 
     inputs: tuple[Layout | Any, ...]
     results: tuple[Layout, ...]
+    written: tuple[int, ...]
 
     @classmethod
     def of(cls, body: GraphModule) -> Promises:
-        given = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-        inputs = (Layout.of(value) if isinstance(value, Tensor) else _expression(value) for value in given)
+        given = body.graph.find_nodes(op="placeholder")
+        values = [node.meta.get("val") for node in given]
+        inputs = (Layout.of(value) if isinstance(value, Tensor) else _expression(value) for value in values)
         results: Any = body.graph.output_node().args[0]
-        return cls(tuple(inputs), tuple(Layout.of(leaf.meta["val"]) for leaf in results))
+        written = {value for node in body.graph.nodes for value in written_arguments(node)}
+        places = (place for place, node in enumerate(given) if node in written)
+        return cls(tuple(inputs), tuple(Layout.of(leaf.meta["val"]) for leaf in results), tuple(places))
 
     def symbols(self) -> Iterator[tuple[Any, int, Callable[[Any], int]]]:
         """Every symbol that is a size or a stride of an input, or an input; that input, and how it is read there."""
@@ -161,10 +171,11 @@ class Region(torch.nn.Module):
         self.code = code
         self.line = line
         self._report = report
-        self._lookups = [] if promises else _lookups(self.body)
-        self._placeholders = self.body.graph.find_nodes(op="placeholder") if self._lookups else []
+        self._checks = [] if promises else checks_of(lookups_in(self.body.graph))
+        self._placeholders = self.body.graph.find_nodes(op="placeholder") if self._checks else []
         promises = promises or Promises.of(self.body)
         self._promised, self._known = promises.results, list(promises.symbols())
+        self._written = promises.written
         self._shared: frozenset[int] = frozenset()
         self._run: Boxed = self._uncompiled if code.is_awaited else self._first_call
 
@@ -177,7 +188,12 @@ class Region(torch.nn.Module):
     @property
     def looks_up(self) -> bool:
         """Whether indices are looked at before a call."""
-        return bool(self._lookups)
+        return bool(self._checks)
+
+    def checks(self, args: Sequence[Node]) -> list[Lookup | Columns]:
+        """The index checks of a call with these arguments of the graph around it."""
+        given = dict(zip(self._placeholders, args, strict=True)) if self._checks else {}
+        return [replace(check, given=given[check.given]) for check in self._checks]
 
     def take(self, code: RegionCode) -> None:
         """Run this code from the next call on: it was awaited."""
@@ -192,19 +208,30 @@ class Region(torch.nn.Module):
         return self.boxed(list(args))
 
     def boxed(self, args: list[Any]) -> Any:
-        if self._lookups and not are_in_range(self._lookups, dict(zip(self._placeholders, args, strict=True))):
-            return self._uncompiled(args)  # raises what eager raises
+        if self._checks and not are_in_range(self._checks, dict(zip(self._placeholders, args, strict=True))):
+            return self.single(args)
         return self._run(args)
+
+    def checked(self, args: list[Any]) -> Any:
+        """The call with indices that are known to be in range."""
+        return self._run(args)
+
+    def single(self, args: list[Any]) -> Any:
+        """The call with an index that is out of range: the nodes run one by one, and one raises what eager raises."""
+        return self._uncompiled(args)
 
     def _first_call(self, args: list[Any]) -> Any:
         given, symbols = list(args), self._symbols(args)
+        before = [(given[place], given[place].clone()) for place in self._written]
         try:
             results = self.code.run(args)
         except Exception as error:
+            _put_back(before)
             results = self._uncompiled(given)  # raises what eager raises, if it is the call that is wrong
             self._give_up(f"the compiled code raised {one_line(error)}")
             return results
         if problem := _why_not_as_promised(self._promised, symbols, results):
+            _put_back(before)
             self._give_up(problem)
             return self._uncompiled(given)
         self._shared = _sharing(given, results)
@@ -248,7 +275,12 @@ class Region(torch.nn.Module):
     def _uncompiled(self, args: list[Any]) -> Any:
         given = list(args)
         args.clear()
-        return self.body(*given)
+        written = [given[place] for place in self._written if not given[place].is_inference()]
+        before = [value._version for value in written]
+        results = self.body(*given)
+        if written and sets_versions():
+            set_versions(written, before)
+        return results
 
     def _symbols(self, given: Sequence[Any]) -> Symbols:
         """The value of every symbol that is a size or a stride of an input, or an input."""
@@ -261,12 +293,6 @@ def region_called(gm: GraphModule, node: Node) -> Region | None:
     return found if isinstance(found, Region) else None
 
 
-def _lookups(body: GraphModule) -> list[Lookup | Columns]:
-    """The indices that are looked at before a call."""
-    read = (lookups_of(node) or () for node in body.graph.nodes if can_raise(node))
-    return checks_of(lookup for lookups in read for lookup in lookups)
-
-
 def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: Sequence[Any]) -> str:
     """Why compiled results are not what the graph says they are; empty if they are, strides and memory apart."""
     if len(promised) != len(results):
@@ -277,6 +303,12 @@ def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: 
         if tuple(result.shape) != (sizes := _numbers(symbols, value.sizes)):
             return f"result {place} has the sizes {tuple(result.shape)}, and not {sizes}"
     return ""
+
+
+def _put_back(before: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Undo the writes of compiled code: the nodes that run instead may read what they wrote over."""
+    for value, content in before:
+        value.copy_(content)
 
 
 def _sharing(given: Sequence[Any], results: Sequence[Tensor]) -> frozenset[int]:

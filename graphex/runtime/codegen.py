@@ -27,13 +27,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 
-from graphex.analysis import last_uses, node_line, placement
+from graphex.analysis import Aliases, last_uses, node_line, placement
 from graphex.analysis.effects import does_nothing, is_work, node_leaves, operator_of, synchronisation
 from graphex.analysis.graphs import attribute_of, named_arguments
 from graphex.analysis.happens_before import Memory
@@ -55,6 +56,7 @@ from graphex.quoting import (
     remark,
     value_text,
 )
+from graphex.regions.indices import Columns, Lookup
 from graphex.regions.region import Region, region_called
 from graphex.rewrite.compilation import Compilation
 from graphex.torch_private.dynamo import DispatchMode
@@ -288,6 +290,7 @@ class _Writer:
         self.names = {node: self._new_name(node.name) for node in gm.graph.nodes}
         self._inputs = self._new_name("args")
         self._bound: dict[object, str] = {}
+        self._checked: dict[Lookup | Columns, str] = {}  # the names of outcomes
 
     def write(self) -> Code:
         dying = last_uses(self.gm.graph) if self.streams is None else frees(self.gm.graph, self.memory)
@@ -329,12 +332,35 @@ class _Writer:
         """A region takes its arguments in a list, which it empties: what is used here last is freed inside of it."""
         if self.streams is not None:
             self._enter(placement(node), node)
-        function = self._bind(region.boxed, "", hint=str(node.target))
+        function = self._region_function(node, region)
         boxed = self._new_name(f"{node.name}_args")
         self.lines.append(f"{boxed} = [{self._arguments(node.args, {})}]")
         self._free([value for value in last if value is not node])
         self.lines.append(f"{self.names[node]} = {function}({boxed})")
         self._free([value for value in last if value is node])
+
+    def _region_function(self, node: Node, region: Region) -> str:
+        """The text of what a region is called by: its code, or its nodes one by one if an index is out of range.
+
+        Regions that go by the same indices share a check, unless something writes to these.
+        """
+        if self.streams is not None or not region.looks_up:
+            return self._bind(region.boxed, "", hint=str(node.target))
+        outcomes = []
+        for check in region.checks(node.args):  # type: ignore[arg-type]
+            if (outcome := self._checked.get(check)) is None:
+                outcome = self._new_name("in_range")
+                holds = self._bind(check.holds, "", hint="holds")
+                self.lines.append(f"{outcome} = {holds}({self.names[check.given]})")
+                if not self._aliases.is_written(check.given):
+                    self._checked[check] = outcome
+            outcomes.append(outcome)
+        code, single = (self._bind(each, "", hint=str(node.target)) for each in (region.checked, region.single))
+        return f"({code} if {' and '.join(dict.fromkeys(outcomes))} else {single})"
+
+    @cached_property
+    def _aliases(self) -> Aliases:
+        return Aliases(self.gm.graph)
 
     def _enter(self, stream: object, node: Node) -> None:
         place = (stream, node.meta[PART]) if PART in node.meta else (stream,)

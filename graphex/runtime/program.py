@@ -45,6 +45,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, node_line
 from graphex.analysis.dependencies import writes_to
+from graphex.analysis.effects import region_of
 from graphex.analysis.graphs import attribute_of
 from graphex.analysis.happens_before import Memory
 from graphex.device import Device, StreamSet
@@ -511,28 +512,36 @@ def uncounted(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def counted(run: Boxed, graph: ExecutableGraph, *, in_pieces: bool = False) -> Boxed:
-    """`run` counts the writes of its ops, or of each piece; the result counts those of the user's program."""
+    """`run` counts the writes of its ops, or of each piece, but those of regions; the result counts those of the user's
+    program.
+    """
     gm, aliases = graph.gm, graph.aliases
-    inputs = gm.graph.find_nodes(op="placeholder")
-    wrong = {
-        place: count
-        for place, count in counts(gm).items()
-        if in_pieces or len(aliases.writes(inputs[place])) != count.writes - count.elsewhere
-    }
+    known = counts(gm)
+    wrong: dict[int, Count] = {}
+    unseen: set[int] = set()  # written to by regions, and counted by nothing else
+    for place, value in enumerate(gm.graph.find_nodes(op="placeholder")):
+        writes = aliases.writes(value)
+        by_ops = sum(region_of(node) is None for node in writes)
+        wanted = known.get(place, Count(len(writes), 0))
+        unseen.update([place] if by_ops < len(writes) and not wanted.elsewhere else [])
+        if (place in known or place in unseen) and (in_pieces or by_ops != wanted.writes - wanted.elsewhere):
+            wrong[place] = wanted
     if not wrong or not sets_versions():
         return run
 
     def count(args: list[Any]) -> Any:
-        written = [(args[place], count) for place, count in wrong.items() if not args[place].is_inference()]
-        before = [tensor._version for tensor, _ in written]
-        tensors = [tensor for tensor, _ in written]
+        written = [(args[place], place, count) for place, count in wrong.items() if not args[place].is_inference()]
+        before = [tensor._version for tensor, _, _ in written]
+        tensors = [tensor for tensor, _, _ in written]
         try:
             results = run(args)
         except BaseException:
             # the writes until then, less those that AOTAutograd has counted ahead
-            set_versions(tensors, [max(v, t._version - c.elsewhere) for v, (t, c) in zip(before, written, strict=True)])
+            least = [version + (place in unseen) for version, (_, place, _) in zip(before, written, strict=True)]
+            seen = [tensor._version - count.elsewhere for tensor, _, count in written]
+            set_versions(tensors, list(map(max, least, seen)))
             raise
-        set_versions(tensors, [v + c.writes - c.elsewhere for v, (_, c) in zip(before, written, strict=True)])
+        set_versions(tensors, [v + c.writes - c.elsewhere for v, (_, _, c) in zip(before, written, strict=True)])
         return results
 
     return count

@@ -22,6 +22,8 @@ STEPS = {
     "least": lambda x, y, n: torch.minimum(x, y),
     "row": lambda x, y, n: x.unsqueeze(0).expand(3, -1)[1],
     "part": lambda x, y, n: torch.cat([x, x])[2:7],
+    "triangle": lambda x, y, n: torch.triu_indices(len(x), 4, -9)[n % 2][: len(x)],
+    "lower triangle": lambda x, y, n: torch.tril_indices(9, 3, 9)[n % 2][: len(x)],
     "narrow": lambda x, y, n: x.int().long(),
     "best": lambda x, y, n: torch.stack([x, y]).argmax(0),
     "places": lambda x, y, n: torch.topk(x, min(3, len(x)))[1],

@@ -211,6 +211,7 @@ def channels_last(monkeypatch):
     """As on a GPU."""
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
     monkeypatch.setattr("graphex.frontend.partition._CHANNELS_LAST_ON", ("cpu",))
+    monkeypatch.setattr("graphex.frontend.partition._IN_REGIONS_ON", ())
 
 
 class Layouts:
@@ -324,6 +325,28 @@ def test_convolutions_keep_their_layout_where_another_is_not_faster_or_not_wante
     trained(model, compiled, torch.randn(2, 3, 9, 9))
     assert laid_out(compiled) == 0
     assert not any(layouts.found)
+
+
+@pytest.mark.parametrize(
+    ("has_library", "groups", "between", "times"),
+    [
+        (True, 1, nn.ReLU(), 1),
+        (True, 2, nn.ReLU(), 0),
+        (True, 1, nn.GroupNorm(2, 8), 0),
+        (False, 1, nn.ReLU(), 0),
+    ],
+    ids=["plain", "groups", "group norm", "no library"],
+)
+def test_on_a_cpu_convolutions_of_a_step_have_the_layout_of_regions(monkeypatch, has_library, groups, between, times):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_library)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), between, nn.Conv2d(8, 4, 3, groups=groups)), torch.randn(2, 3, 9, 9)
+    compiled, reference = compile_it(model, **NODE_BY_NODE), deepcopy(model)
+    found, strides = trained(model, compiled, x)
+    wanted, as_eager = trained(reference, reference, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert strides == as_eager
+    assert laid_out(compiled) == times
 
 
 def test_convolutions_of_symbolic_sizes_keep_their_layout(channels_last):

@@ -10,6 +10,7 @@ from tests.harness.compiling import uncompiled_region
 @pytest.fixture(autouse=True)
 def regions_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    monkeypatch.setattr("graphex.regions.grow.SMALL", 0)  # layers of a test are small, and are compiled one by one
 
 
 @pytest.fixture

@@ -114,11 +114,11 @@ def test_a_result_that_is_returned_twice_is_laid_out_inside_and_shares_memory(ta
 def test_a_result_that_is_read_in_the_graph_is_laid_out_inside(tape, padded, args):
     def written(x, w, state):
         logits = head(x, w)
-        state.copy_(logits.view(-1)[:4])
+        state.add_(logits.view(-1)[:4])
         return logits
 
     called(written, (*args, torch.zeros(4)))
-    assert copies(tape) == 2  # one of them is the user's
+    assert copies(tape) == 1
 
 
 def test_a_result_that_another_piece_reads_has_its_strides(tape, padded, args):

@@ -559,6 +559,8 @@ def test_what_reads_a_buffer_before_it_is_written_stays_there(uncompiled):
         (lambda x, i: [0, 2, -1], True),
         (lambda x, i: torch.cat([i.view(1, -1), torch.arange(5).view(1, -1)], 1)[0], True),
         (lambda x, i: torch.cat([i, torch.arange(6)])[:5], False),
+        (lambda x, i: torch.tril_indices(5, 5)[1], True),
+        (lambda x, i: torch.tril_indices(6, 5)[1], False),
         (lambda x, i: nn.functional.pad(i[1:].clone().view(2, 2), (1, 1)), True),
         (lambda x, i: nn.functional.pad(i, (1, 1), value=5), False),
     ],
