@@ -358,7 +358,7 @@ def _meets_its_writes(plan: RegionPlan, aliases: Aliases) -> bool:
 
 
 LAYERS = 6  # equal layers that are worth cutting for
-SMALL, TOGETHER = 2**23, 8  # bytes of a layer beside which the call of a region takes time, and how many share a region
+SMALL, TOGETHER = 2**19, 8  # bytes of a layer beside which the call of a region takes time, and how many share a region
 READS = 4  # of memory: Inductor writes a value that is read twice and takes more of them
 ROUNDS = 16  # in which it is found out what can move; after so many nothing does
 
