@@ -218,6 +218,8 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
     packet, args = op.overloadpacket, node.args
     if packet is _ARANGE:
         return _counted(args)
+    if op is torch.ops.aten.view.dtype:
+        return None  # the same memory, and other numbers
     if packet in _SAME_NUMBERS or packet is torch.ops.aten._to_copy:
         return known_range(args[0], deepest)
     if packet is torch.ops.aten.remainder:
