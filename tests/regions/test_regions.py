@@ -533,6 +533,23 @@ def test_tensors_without_elements_are_read_and_written_by_indices(rows):
     assert not graphex.journal(run).fallbacks
 
 
+def test_a_region_is_given_the_sizes_that_a_quotient_is_made_of():
+    """The quotient alone is a number from which Inductor cannot tell the size."""
+
+    def program(x, y, i, j):
+        filled = y.index_fill(0, i.clamp(0, 4), 1.5)
+        x = x.index_put((torch.cat([j, j], 1)[1],), filled.mean(0)[:1], accumulate=True)
+        added = filled.index_put((i,), x.mean(0)[:1], accumulate=True)
+        columns = torch.ops.aten.index_put(x, [None, i.int()], x.mean(1).mean().reshape(1), True)
+        return filled, x, added, columns, nn.functional.interpolate(x[None, None], size=(6, 3), mode="nearest") * 1.5
+
+    run, i = torch.compile(program, backend="graphex", dynamic=True), torch.tensor([0, 3, 2, 1, 3])
+    for rows in (5, 7):
+        x, y, j = torch.randn(rows, 4), torch.randn(rows, 4), torch.randint(5, (2, 3))
+        close(run(x, y, i, j), program(x, y, i, j))
+    assert not graphex.journal(run).fallbacks
+
+
 def test_a_row_is_added_by_a_single_index():
     def program(x, i):
         return x.sin().index_select(1, i[0]).cos() * 2
