@@ -380,18 +380,28 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
 
 
 def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
-    """Pairs of a node that may raise and a write to memory of the caller, in their order."""
+    """Pairs of a node that may raise and a write to memory of the caller, in their order.
+
+    Where something may raise, the writes are paired too, each with the next one: all that come before a raising node,
+    or behind it, keep their side.
+    """
     if not aliases.has_writes():
         return
-    last_write: Node | None = None
-    raising: list[Node] = []
+    writes: list[Node] = []
+    raising: list[Node] = []  # since the last write
+    is_paired = False
     for node in graph.nodes:
         if aliases.writes_for_caller(node):
             yield from ((raiser, node) for raiser in raising)
-            last_write, raising = node, []
+            if is_paired:
+                yield from ((earlier, node) for earlier in writes[-1:])
+            writes.append(node)
+            raising = []
         if can_raise(node):
-            if last_write is not None and last_write is not node:
-                yield last_write, node
+            if not is_paired:
+                yield from pairwise(writes)
+                is_paired = True
+            yield from ((earlier, node) for earlier in writes[-1:] if earlier is not node)
             raising.append(node)
 
 

@@ -234,6 +234,8 @@ def _range_of(op: torch._ops.OpOverload, node: Node, deepest: int) -> Range | No
     if packet in _TRIANGLES:
         rows, columns = args[:2]
         return (0, max(rows, columns, 1) - 1) if type(rows) is type(columns) is int else None
+    if op is torch.ops.aten.view.dtype:
+        return None  # the same memory, and other numbers
     if packet in _SAME_NUMBERS or packet is torch.ops.aten._to_copy:
         return known_range(args[0], deepest)
     if packet is torch.ops.aten.remainder:

@@ -11,16 +11,19 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten.index_put([mask], v)`  `aten.where(mask, v, x)`, of one number `v`
 `aten.bmm(a, b)`             `aten.mul(a, b)`, where it sums nothing
 `aten.batch_norm`            the same, of a contiguous input, on a CPU
+`aten.index(x, [i.T])`       `aten.index(x, [i])`, transposed
+`aten.nll_loss2d`            the same, of contiguous classes
 ===========================  ==========================================
 
-Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last is no synonym: of an input
-that is transposed, the CPU's batch norm returns another layout than a trace says it does, and a view behind it would
-raise.
+Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last three are no synonyms: of
+what is transposed, the CPU's batch norm, and reads by index and losses of pixels on any device, return another layout
+than a trace says they do, and a view behind them would raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +84,55 @@ def _index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumula
     return written
 
 
+def _index(op: Callable[..., Tensor], x: Tensor, indices: list[Tensor | None]) -> Any:
+    """Reads by indices that do not lie in memory row by row: the kernel makes its result in their order."""
+    given = [index for index in indices if index is not None]
+    if any(index.dtype not in (torch.int32, torch.int64) for index in given):
+        return NotImplemented
+    wide = torch.broadcast_tensors(*given)
+    order = _outer_first([index.stride() for index in wide])
+    if order == sorted(order):
+        return NotImplemented
+    places = [place for place, index in enumerate(indices) if index is not None]
+    in_order = iter([index.permute(order) for index in wide])
+    rows = op(x, [None if index is None else next(in_order) for index in indices])
+    first = places[0] if places[-1] - places[0] == len(places) - 1 else 0
+    dims = list(range(rows.dim()))
+    dims[first : first + len(order)] = [first + order.index(dim) for dim in range(len(order))]
+    return rows.permute(dims)
+
+
+def _outer_first(strides: Sequence[Sequence[Any]]) -> list[int]:
+    """The dimensions of tensors of one size in the order in which kernels walk through them, the outermost first.
+
+    Of two dimensions, the first tensor that moves in both, and not equally far, decides.
+    """
+    from graphex.torch_private.symbolic import statically_known_true as known  # sympy: `import graphex` does without
+
+    order = list(range(len(strides[0])))
+    for place in range(1, len(order)):
+        at = place
+        for outer in reversed(range(place)):
+            pairs = ((each[order[outer]], each[order[at]]) for each in strides)
+            moves = ((far, near) for far, near in pairs if not known(far == 0) and not known(near == 0))
+            far, near = next(((far, near) for far, near in moves if not known(far == near)), (0, 0))
+            if known(far > near):
+                break
+            if known(far < near):
+                order[outer], order[at], at = order[at], order[outer], outer
+    return order
+
+
+def _nll_loss2d(x: Tensor, target: Tensor, *others: Any) -> Any:
+    """The loss of each pixel."""
+    if target.is_contiguous():
+        return NotImplemented
+    return aten.nll_loss2d_forward.default(x, target.contiguous(), *others)
+
+
 CANONICAL: Table = {
+    **{op: partial(_index, op) for op in (aten.index.Tensor, aten._unsafe_index.Tensor)},
+    aten.nll_loss2d_forward.default: _nll_loss2d,
     aten.index_put.default: _index_put,
     aten.t.default: _t,
     aten._unsafe_view.default: _unsafe_view,

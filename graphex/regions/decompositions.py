@@ -229,7 +229,12 @@ def _added_in_rows(x: Tensor, indices: list[Tensor | None], values: Tensor, accu
     for index, size in zip(found, inner, strict=True):
         place = place * size + torch.where(index < 0, index + size, index)
     rows = values.expand(*outer, *place.shape).reshape(prod(outer), place.numel())
-    return x.reshape(len(rows), -1).scatter_add(1, place.reshape(1, -1).expand_as(rows), rows).view(x.shape)
+    return x.reshape(len(rows), prod(inner)).scatter_add(1, place.reshape(1, -1).expand_as(rows), rows).view(x.shape)
+
+
+def _added_along(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
+    """Rows added by a single index, which Inductor would look for in a dimension less."""
+    return NotImplemented if index.dim() else aten.index_add.default(x, dim, index.view(1), source, alpha=alpha)
 
 
 def _filled(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -262,6 +267,7 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.full.default: partial(_filled, aten.full.default),
     torch.ops.aten.full_like.default: partial(_filled, aten.full_like.default),
     torch.ops.aten.hardtanh.default: _clamped,
+    torch.ops.aten.index_add.default: _added_along,
     torch.ops.aten.index_put.default: _added_in_rows,
     torch.ops.aten._unsafe_index_put.default: _added_in_rows,
     torch.ops.aten.neg.default: _negated,

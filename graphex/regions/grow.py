@@ -196,15 +196,17 @@ def _unknown_symbols(nodes: list[Node], taken: list[Node]) -> set[Any]:
 
 
 def _symbols(nodes: list[Node]) -> set[Any]:
-    return {symbol for node in nodes for size in _sizes(node) for symbol in expression_of(size).free_symbols}
+    """The symbols in the sizes of values, and in the numbers that are computed from sizes."""
+    found = {symbol for node in nodes for size in _sizes(node) for symbol in expression_of(size).free_symbols}
+    return {symbol for symbol in found if symbol.is_integer}  # a number that is given as such has a symbol, too
 
 
-def _sizes(node: Node) -> list[torch.SymInt]:
-    """The symbolic sizes, strides and offsets of a node's values; the node itself, if it is a size."""
+def _sizes(node: Node) -> list[torch.SymInt | torch.SymFloat]:
+    """The symbolic sizes, strides and offsets of a node's values; the node itself, if it is a number made of such."""
     values = pytree.tree_leaves(node.meta.get("val"))
     tensors = [value for value in values if isinstance(value, Tensor)]
     sizes = chain.from_iterable((*value.shape, *value.stride(), value.storage_offset()) for value in tensors)
-    return [size for size in (*values, *sizes) if isinstance(size, torch.SymInt)]
+    return [size for size in (*values, *sizes) if isinstance(size, (torch.SymInt, torch.SymFloat))]
 
 
 def _symbol(node: Node) -> Any:

@@ -130,7 +130,7 @@ def lookups_of(node: Node) -> list[Lookup] | None:
         return None
     found: list[Lookup] = []
     for index, size, least, besides in _indices_of(node):
-        if not isinstance(size, int) or (lookups := _lookups(index, (least, size - 1, besides))) is None:
+        if not isinstance(size, int) or not size or (lookups := _lookups(index, (least, size - 1, besides))) is None:
             return None
         found += lookups
     return found
@@ -190,7 +190,8 @@ def _lookups(index: Node, limits: tuple[int, int, int | None], views: Sequence[V
     if index.target not in _JOINED or not (least <= _padding(index) <= most or _padding(index) == besides):
         return None
     kept = views if _are_of_each_part(views, index) else ()
-    found = [_lookups(part, limits, kept) for part in index.all_input_nodes]
+    parts = (part for part in index.all_input_nodes if not known_equal(part.meta["val"].numel(), 0))  # of any rank
+    found = [_lookups(part, limits, kept) for part in parts]
     return None if None in found else [lookup for lookups in found for lookup in lookups or ()]
 
 

@@ -235,8 +235,8 @@ def symbolic(env: ShapeEnv, expression: Any) -> int | torch.SymInt:
     return env.create_symintnode(expression, hint=hint)
 
 
-def expression_of(value: torch.SymInt) -> Any:
-    """The expression a symbolic size stands for, in terms of the symbols of the inputs."""
+def expression_of(value: torch.SymInt | torch.SymFloat) -> Any:
+    """The expression a symbolic number stands for, in terms of the symbols of the inputs."""
     return value.node.expr
 
 

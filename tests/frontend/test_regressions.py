@@ -265,6 +265,35 @@ def test_a_batch_norm_of_what_is_transposed_can_be_viewed():
     torch.testing.assert_close(torch.compile(model, backend="graphex")(x), model(x))
 
 
+READ = {
+    "one index": lambda x, i: x[i.t()],
+    "columns": lambda x, i: x[:, i.t()],
+    "places": lambda x, i: x[i.t(), i.t() % 2],
+    "far apart": lambda x, i: x[i.t(), :, (i.t() + 1)[0]],
+    "all of three": lambda x, i: x.permute(2, 0, 1)[i.view(1, 2, 3).permute(2, 0, 1).expand(3, 4, 2)],
+    "in turn": lambda x, i: x[i.t(), i[:, 0]],
+    "classes": lambda x, i: nn.functional.cross_entropy(x[None, :, :3, :2], i.t()[None], reduction="none"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+def test_what_is_read_by_transposed_indices_lies_in_memory_as_in_eager(read, dynamic):
+    """The kernels return another layout than their fakes say."""
+    x, i = torch.randn(3, 5, 3), torch.randint(3, (2, 3))
+    programs = (
+        read,
+        lambda x, i: read(x, i).reshape(-1) + 1,
+        lambda x, i: read(x * 2, i + 0).cos().sin(),
+        lambda x, i: read((x * 2).sin(), i).neg().exp(),
+    )
+    for program in programs:
+        torch._dynamo.reset()
+        found, wanted = compiled(program, dynamic=dynamic)(x, i), program(x, i)
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride()
+
+
 def products_of(f, *inputs, **options):
     """Results equal eager's, strides too where they say something; and the ops of the graph that multiply."""
     seen: list[str] = []

@@ -498,6 +498,68 @@ def test_what_looks_at_its_numbers_raises_between_the_writes_around_it(uncompile
     assert torch.equal(*states)
 
 
+def test_several_writes_stay_behind_what_may_raise_and_before_it(uncompiled):
+    def program(x, i, first, second, third, fourth):
+        first.add_(1)
+        second.add_(1)
+        found = torch.sin(x)[i] * 2
+        third.add_(1)
+        fourth.add_(1)
+        return torch.cos(found)[i] + 1
+
+    run, x = compiled(program), torch.randn(4, 4)
+    for index in (1, 7, 1):
+        mine, theirs = ([torch.ones(2) for _ in range(4)] for _ in range(2))
+        (reason, found), (expected, wanted) = (
+            outcome(fn, x, torch.tensor([index]), *states) for fn, states in ((run, mine), (program, theirs))
+        )
+        assert reason == expected
+        close((found, mine), (wanted, theirs))
+    assert not graphex.journal(run).fallbacks
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_tensors_without_elements_are_read_and_written_by_indices(rows):
+    def program(x, i, y):
+        summed = torch.ops.aten.index_put(x.sin(), [None, i], y.exp(), True)
+        return summed.cos() + 1, nn.functional.embedding(i, x.exp()) * 2
+
+    run = torch.compile(program, backend="graphex", dynamic=False)
+    for x, i in ((torch.randn(rows, 4), torch.arange(3)), (torch.randn(rows, 4), torch.arange(0))):
+        y = torch.randn(rows, len(i))
+        (reason, found), (expected, wanted) = outcome(run, x, i, y), outcome(program, x, i, y)
+        assert reason == expected
+        close(found, wanted)
+    assert not graphex.journal(run).fallbacks
+
+
+def test_a_region_is_given_the_sizes_that_a_quotient_is_made_of():
+    """The quotient alone is a number from which Inductor cannot tell the size."""
+
+    def program(x, y, i, j):
+        filled = y.index_fill(0, i.clamp(0, 4), 1.5)
+        x = x.index_put((torch.cat([j, j], 1)[1],), filled.mean(0)[:1], accumulate=True)
+        added = filled.index_put((i,), x.mean(0)[:1], accumulate=True)
+        columns = torch.ops.aten.index_put(x, [None, i.int()], x.mean(1).mean().reshape(1), True)
+        return filled, x, added, columns, nn.functional.interpolate(x[None, None], size=(6, 3), mode="nearest") * 1.5
+
+    run, i = torch.compile(program, backend="graphex", dynamic=True), torch.tensor([0, 3, 2, 1, 3])
+    for rows in (5, 7):
+        x, y, j = torch.randn(rows, 4), torch.randn(rows, 4), torch.randint(5, (2, 3))
+        close(run(x, y, i, j), program(x, y, i, j))
+    assert not graphex.journal(run).fallbacks
+
+
+def test_a_row_is_added_by_a_single_index():
+    def program(x, i):
+        return x.sin().index_select(1, i[0]).cos() * 2
+
+    run, x, i = compiled(program), torch.randn(3, 4, 2, requires_grad=True), torch.tensor([3, 9])
+    close(*(torch.autograd.grad(each(x, i).sum(), x) for each in (run, program)))
+    assert not borders(run)
+    assert not graphex.journal(run).fallbacks
+
+
 @pytest.mark.parametrize("place", [(0, 1), (1, 0)])
 def test_a_region_looks_at_the_part_of_the_indices_that_it_reads_by(place):
     def first_column(x, i):
@@ -561,6 +623,9 @@ def test_what_reads_a_buffer_before_it_is_written_stays_there(uncompiled):
         (lambda x, i: torch.cat([i, torch.arange(6)])[:5], False),
         (lambda x, i: torch.tril_indices(5, 5)[1], True),
         (lambda x, i: torch.tril_indices(6, 5)[1], False),
+        (lambda x, i: torch.cat([i[:0], i.view(1, -1), i.view(1, -1)], 1)[0], True),  # any rank goes with no numbers
+        (lambda x, i: torch.arange(5, dtype=torch.int32)[:4].view(torch.int64), False),
+        (lambda x, i: torch.arange(4).view(torch.int32), False),
         (lambda x, i: nn.functional.pad(i[1:].clone().view(2, 2), (1, 1)), True),
         (lambda x, i: nn.functional.pad(i, (1, 1), value=5), False),
     ],
