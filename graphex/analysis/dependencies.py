@@ -380,16 +380,23 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
 
 
 def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
-    """Pairs of a node that may raise and a write to memory of the caller, in their order."""
-    if not aliases.has_writes():
+    """Pairs of a node that may raise and a write to memory of the caller, in their order.
+
+    Writes keep their order too, so that what raises before the first of several does so before all of them, and what
+    raises behind the last behind all.
+    """
+    can = set(filter(can_raise, graph.nodes)) if aliases.has_writes() else set()
+    if not can:
         return
     last_write: Node | None = None
     raising: list[Node] = []
     for node in graph.nodes:
         if aliases.writes_for_caller(node):
             yield from ((raiser, node) for raiser in raising)
+            if last_write is not None and last_write not in raising:
+                yield last_write, node
             last_write, raising = node, []
-        if can_raise(node):
+        if node in can:
             if last_write is not None and last_write is not node:
                 yield last_write, node
             raising.append(node)

@@ -2,9 +2,9 @@
 
 A node stays outside of every region if it writes, but for some writes on a CPU (`grow.writes_inside`), draws random
 numbers, communicates, orders streams, may raise on the host, has a size that depends on data, is placed on a stream, or
-calls an op that is neither torch's nor graphex's. So does an op that Inductor computes otherwise than eager by more than
-rounding, and a cast that is there to round. An op that can raise only because of its indices may be a member, where the
-region can check these before it runs (`indices`).
+calls an op that is neither torch's nor graphex's. So does an op that Inductor computes otherwise than eager by more
+than rounding, and a cast that is there to round. An op that can raise only because of its indices may be a member,
+where the region can check these before it runs (`indices`).
 """
 
 from __future__ import annotations
