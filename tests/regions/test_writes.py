@@ -165,6 +165,28 @@ def test_a_region_writes_twice_to_what_is_written_outside_too(uncompiled):
     assert (bool(regions(run)), list(graphex.journal(run).fallbacks)) == (True, [])
 
 
+def test_tensors_of_inference_mode_are_written_to_inside_of_it_only():
+    def program(x, first, second):
+        y = torch.sin(x) * 2
+        first.copy_(y)
+        second.copy_(y + 1)
+        return first.cos() * 2
+
+    run = compiled(program)
+    x = torch.randn(4)
+    with torch.inference_mode():
+        same(run, program, (x, torch.randn(4), torch.randn(4)))
+    for _ in range(2):
+        with torch.inference_mode():
+            made = torch.zeros(2, 4)
+        found, wanted = ((x, torch.zeros(4), each) for each in made)
+        with torch.no_grad():
+            message, _ = outcome(run, *found)
+            assert message == outcome(program, *wanted)[0]
+        assert "inference tensor" in message
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 def stacked(x, caches, position):
     keys, values = caches
     keys.index_copy_(1, position, x.sin()[:, None] * 2)
