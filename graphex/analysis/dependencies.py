@@ -332,6 +332,9 @@ def raising_in(graph: Graph, aliases: Aliases) -> Raising:
 # -- dependency edges and epochs ---------------------------------------------------------------------------------------
 
 
+FEW = 16  # nodes in a row that can raise, or write
+
+
 def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dict[Node, set[Node]]:
     """The dependency edges of a graph: for every node, others that have to run before it.
 
@@ -382,27 +385,28 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
 def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
     """Pairs of a node that may raise and a write to memory of the caller, in their order.
 
-    Where something may raise, the writes are paired too, each with the next one: all that come before a raising node,
-    or behind it, keep their side.
+    Each write of several in a row is ordered with each node around them that can raise. Of more than a few, the writes
+    and the others keep their own order too, so that there are not too many pairs.
     """
-    if not aliases.has_writes():
+    can = set(filter(can_raise, graph.nodes)) if aliases.has_writes() else set()
+    if not can:
         return
-    writes: list[Node] = []
-    raising: list[Node] = []  # since the last write
-    is_paired = False
+    writing: list[Node] = []
+    raising: list[Node] = []
+    is_behind_write = False
     for node in graph.nodes:
         if aliases.writes_for_caller(node):
-            yield from ((raiser, node) for raiser in raising)
-            if is_paired:
-                yield from ((earlier, node) for earlier in writes[-1:])
-            writes.append(node)
-            raising = []
-        if can_raise(node):
-            if not is_paired:
-                yield from pairwise(writes)
-                is_paired = True
-            yield from ((earlier, node) for earlier in writes[-1:] if earlier is not node)
+            writing = writing if is_behind_write else []
+            earlier = writing[-1:] if len(raising) > FEW and writing else raising
+            yield from ((other, node) for other in earlier)
+            writing.append(node)
+            is_behind_write = True
+        if node in can:
+            raising = [] if is_behind_write else raising
+            earlier = raising[-1:] if len(writing) > FEW and raising else writing
+            yield from ((other, node) for other in earlier if other is not node)
             raising.append(node)
+            is_behind_write = False
 
 
 def has_hidden_effect(node: Node) -> bool:

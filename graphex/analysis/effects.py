@@ -53,6 +53,7 @@ class RegionContract:
     may_raise  whether it may raise, depending on data
     libraries  those that may compute some of its ops (see `libraries_of`)
     is_ours    whether it may call ops that graphex has kernels for
+    again      inputs that it writes several times: one entry for each write to an input but the first
 
     A region with a contract has no other effect: it draws no random numbers, keeps no tensor, launches nothing that
     goes on when it returns, orders no streams.
@@ -66,6 +67,7 @@ class RegionContract:
     may_raise: bool = True
     libraries: frozenset[str] = EVERY_LIBRARY
     is_ours: bool = True
+    again: tuple[int, ...] = ()
 
     @property
     def touched(self) -> Places:

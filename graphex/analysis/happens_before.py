@@ -49,7 +49,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graphex.analysis.aliasing import Aliases, Storage
-from graphex.analysis.effects import CURRENT, Sync, is_work, operator_of, synchronisation
+from graphex.analysis.effects import CURRENT, Sync, is_work, operator_of, region_of, synchronisation
 from graphex.analysis.graphs import node_line, placement, stream_name, stream_of
 from graphex.errors import InputError
 from graphex.ops.scope import CORES
@@ -206,6 +206,9 @@ def _stamps(graph: Graph, aliases: Aliases) -> dict[Node, Stamp]:
         if touched:
             stamps[node] = {name: written[name] for name in touched}
         written.update({_name(storage) for storage in aliases.written_by(node)})
+        if (contract := region_of(node)) is not None:
+            for value in (node.args[place] for place in contract.again):
+                written.update({_name(storage) for storage in aliases.storages(value)})
     return stamps
 
 

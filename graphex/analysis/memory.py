@@ -22,7 +22,7 @@ the memory of the caller, instead of into the graph's, which would have to be co
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import prod
@@ -267,7 +267,8 @@ def contract_of(gm: GraphModule) -> RegionContract | Refusal:
     inputs = [aliases.storages(node) for node in graph.find_nodes(op="placeholder")]
     work = [node for node in graph.nodes if is_work(node)]
     read = frozenset[Storage]().union(*map(aliases.read_by, work))
-    written = frozenset[Storage]().union(*map(aliases.written_by, work))
+    times = Counter(storage for node in work for storage in aliases.written_by(node))
+    written = frozenset(times)
     returned = graph.output_node().args[0]
     outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     memory = [aliases.storages(each) if isinstance(each, Node) else frozenset[Storage]() for each in outputs]
@@ -282,6 +283,11 @@ def contract_of(gm: GraphModule) -> RegionContract | Refusal:
         may_raise=any(map(can_raise, graph.nodes)),
         libraries=libraries_of(graph),
         is_ours=any(map(is_ours, graph.nodes)),
+        again=tuple(
+            place
+            for place, memory in enumerate(inputs)
+            for _ in range(1, max(times[storage] for storage in memory) if memory else 0)
+        ),
     )
 
 

@@ -12,7 +12,7 @@ A region for a CPU may write to its inputs. It leaves their version counters alo
 counts its writes.
 
 On a CPU the indices that a region reads by are looked at first. If one is out of range, the nodes run one by one, and
-the one that eager would stop at raises.
+the one that eager would stop at raises. So they do outside of inference mode if a written input was made in it.
 
 A region from the cache builds its graph only on demand; `Promises` holds the layouts of its inputs and results until
 then.
@@ -210,14 +210,18 @@ class Region(torch.nn.Module):
     def boxed(self, args: list[Any]) -> Any:
         if self._checks and not are_in_range(self._checks, dict(zip(self._placeholders, args, strict=True))):
             return self.single(args)
-        return self._run(args)
+        return self.checked(args)
 
     def checked(self, args: list[Any]) -> Any:
         """The call with indices that are known to be in range."""
+        if self._written and not _may_write(args[place] for place in self._written):
+            return self.single(args)
         return self._run(args)
 
     def single(self, args: list[Any]) -> Any:
-        """The call with an index that is out of range: the nodes run one by one, and one raises what eager raises."""
+        """The call with an index that is out of range, or with what must not be written to: the nodes run one by one,
+        and one raises what eager raises.
+        """
         return self._uncompiled(args)
 
     def _first_call(self, args: list[Any]) -> Any:
@@ -303,6 +307,11 @@ def _why_not_as_promised(promised: Sequence[Layout], symbols: Symbols, results: 
         if tuple(result.shape) != (sizes := _numbers(symbols, value.sizes)):
             return f"result {place} has the sizes {tuple(result.shape)}, and not {sizes}"
     return ""
+
+
+def _may_write(values: Iterable[Tensor]) -> bool:
+    """Whether ops may write to these: to tensors made in inference mode they may in inference mode only."""
+    return torch.is_inference_mode_enabled() or not any(value.is_inference() for value in values)
 
 
 def _put_back(before: Iterable[tuple[Tensor, Tensor]]) -> None:

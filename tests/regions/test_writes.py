@@ -118,6 +118,75 @@ def test_indices_that_several_regions_go_by_are_checked_once(uncompiled, monkeyp
             same(run, decode, (torch.randn(1, 4), torch.tensor([index]), *(torch.randn(6, 4) for _ in range(8))))
 
 
+@torch.library.custom_op("writes_test::careful", mutates_args=())
+def careful(x: Tensor) -> Tensor:
+    if x.max() > 100:
+        raise ValueError("too large")
+    return x + 1
+
+
+careful.register_fake(torch.empty_like)
+
+
+def behind_it(x, first, second):
+    y = torch.sin(x) * 2 + 1
+    first.copy_(careful(y + x))
+    second.copy_(y * 3)
+    return y.cos() * 2, second.sin() * 2
+
+
+def before_it(x, first, second):
+    y = torch.sin(x) * 2 + 1
+    z = torch.erf(y)  # outside of regions
+    first.copy_(z * 2)
+    second.copy_(y)
+    return careful(x), (z + 1).cos() * 3
+
+
+@pytest.mark.parametrize("program", [behind_it, before_it])
+def test_what_raises_sees_all_writes_before_it_and_none_behind_it(uncompiled, program):
+    run = compiled(program)
+    with torch.no_grad():
+        for number in (1, 200, 2):
+            same(run, program, (torch.randn(4) + number, torch.randn(4), torch.randn(4)))
+    assert len(regions(run)) == 2
+
+
+def test_a_region_writes_twice_to_what_is_written_outside_too(uncompiled):
+    def program(x, cache, position):
+        cache.index_copy_(0, position, x.sin() * 2)
+        cache.index_copy_(0, position, x.cos() * 2 + cache[:1])
+        cache.lerp_(torch.zeros(5, 4) + x, 0.1)
+        return x.tanh() * 2
+
+    run = compiled(program)
+    with torch.no_grad():
+        same(run, program, (torch.randn(1, 4), torch.randn(5, 4), torch.tensor([3])))
+    assert (bool(regions(run)), list(graphex.journal(run).fallbacks)) == (True, [])
+
+
+def test_tensors_of_inference_mode_are_written_to_inside_of_it_only():
+    def program(x, first, second):
+        y = torch.sin(x) * 2
+        first.copy_(y)
+        second.copy_(y + 1)
+        return first.cos() * 2
+
+    run = compiled(program)
+    x = torch.randn(4)
+    with torch.inference_mode():
+        same(run, program, (x, torch.randn(4), torch.randn(4)))
+    for _ in range(2):
+        with torch.inference_mode():
+            made = torch.zeros(2, 4)
+        found, wanted = ((x, torch.zeros(4), each) for each in made)
+        with torch.no_grad():
+            message, _ = outcome(run, *found)
+            assert message == outcome(program, *wanted)[0]
+        assert "inference tensor" in message
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 def stacked(x, caches, position):
     keys, values = caches
     keys.index_copy_(1, position, x.sin()[:, None] * 2)
