@@ -50,6 +50,7 @@ def test_pauses_that_overlap_last_until_the_last_one_ends(enabled):
 
 def test_after_a_long_pause_garbage_is_gone_and_the_rest_is_old() -> None:
     gc.enable()
+    gc.unfreeze()  # what this process has frozen before
     with collector_paused():
         kept: list[list[object]] = [[] for _ in range(100_000)]
         cycle = Cycle()
