@@ -737,7 +737,8 @@ def test_a_batch_norm_that_trains_is_compiled_where_the_size_of_the_batch_varies
         for model, called in ((mine, run), (theirs, theirs)):
             model.zero_grad()
             called(x).pow(2).sum().backward()
-        close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
+        grads = [[each.grad for each in model.parameters()] for model in (mine, theirs)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)  # sums that cancel each other
         close(mine.state_dict(), theirs.state_dict())
     assert {region.status for region in regions(run)} == {"compiled"}
     assert not graphex.journal(run).fallbacks
