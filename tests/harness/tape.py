@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +36,8 @@ class Tape(DispatchMode, Replay):
         self.places: list[list[int]] = []
         self.undo: list[tuple[Tensor, Tensor]] = []
         self.spared = {memory for other in device.tapes if other.pool == pool for memory in other.held_by_others()}
-        self.pooled = {memory for other in device.alive for memory in other.own()}
+        # Kept while this one is recorded: another may be freed meanwhile, and an allocation get its address.
+        self.pooled = {memory: leaf for other in device.alive for memory, leaf in other.own().items()}
         self.reused: list[Tensor] = []
         self.freed = False
 
@@ -57,6 +58,7 @@ class Tape(DispatchMode, Replay):
 
     def rewind(self) -> None:
         """A capture computes nothing: take back every write to memory that was there before."""
+        self.pooled.clear()
         for tensor, before in reversed(self.undo):
             tensor.copy_(before)
         self.undo.clear()
@@ -139,7 +141,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
-def _at_their_place(args: Any, pooled: set[int]) -> Any:
+def _at_their_place(args: Any, pooled: Container[int]) -> Any:
     """A device graph knows addresses. What becomes of a tensor object later does not matter to it, and autograd does
     not see what it writes. Memory of a pool is the pool's: another graph that reads it does not own it.
     """
