@@ -203,7 +203,9 @@ def loaded(model: torch.nn.Module, run: Run) -> Stages:
 
 
 def _file() -> Path:
-    return Path(os.environ["GRAPHEX_CACHE_DIR"]).parent / "model.graphex"
+    folder = Path(os.environ["GRAPHEX_CACHE_DIR"]).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "model.graphex"
 
 
 def split(seconds: float, journal: graphex.Journal | None) -> Stages:

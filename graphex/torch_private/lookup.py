@@ -200,7 +200,8 @@ TRIED = (
     Tried(
         "2.14.1",
         "On the CPU, attention of tensors with three dimensions takes torch's flash kernel, which rounds in another "
-        "way than the plain one.",
+        "way than the plain one. A method made by `functools.partialmethod` is not compiled: Dynamo raises, with every "
+        "backend.",
     ),
     Tried(
         "2.15.0",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Barrier
 from types import FrameType
@@ -59,20 +60,22 @@ def agree(compiled: Callable[..., Any], model: Callable[..., Any], calls: Iterab
         same(compiled(*args), model(*args))
 
 
-def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
-    """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here.
-
-    torch 2.11 sets what `dynamic=` asks for anew in each call, for all threads, and may leave it so. It is set back.
-    """
-    all_there = Barrier(len(given))
+def what_threads_leave_set_back() -> AbstractContextManager[None]:
+    """torch 2.11 sets what `dynamic=` asks for anew in each call, for all threads, and may leave it so behind them."""
     as_before = {name: getattr(dynamo, name) for name in ("assume_static_by_default", "automatic_dynamic_shapes")}
+    return dynamo.patch(as_before)  # type: ignore[no-any-return]
+
+
+def in_threads(work: Callable[[Any], None], given: Sequence[Any]) -> None:
+    """`work` on each of them in a thread of its own, all at one time. What one of them raises is raised here."""
+    all_there = Barrier(len(given))
 
     @torch.no_grad()  # the mode of the caller's thread does not reach another
     def begin(each: Any) -> None:
         all_there.wait()
         work(each)
 
-    with dynamo.patch(as_before), ThreadPoolExecutor(len(given)) as pool:
+    with what_threads_leave_set_back(), ThreadPoolExecutor(len(given)) as pool:
         list(pool.map(begin, given))
 
 

@@ -1511,7 +1511,16 @@ class Scaled(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::graphex.GraphexWarning")
 @pytest.mark.parametrize("form", ["parts", "function"])
-@pytest.mark.parametrize("other", [lambda self, x: x.sin() * 5, partialmethod(lambda self, by, x: x.sin() * by, 5)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda self, x: x.sin() * 5,
+        pytest.param(
+            partialmethod(lambda self, by, x: x.sin() * by, 5),
+            marks=pytest.mark.skipif(torch.__version__.startswith("2.14."), reason="Dynamo raises, with every backend"),
+        ),
+    ],
+)
 def test_a_method_that_is_replaced_on_a_class_is_called(where, form, other, monkeypatch):
     mine, theirs = model_on(where, Scaled), model_on(where, Scaled)
     plain = written_out(theirs, adam(theirs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import graphex
 from graphex.torch_private.dynamo import DispatchMode
-from tests.harness.capture import agree, compile_it, count, reasons, replays, same
+from tests.harness.capture import agree, compile_it, count, reasons, replays, same, what_threads_leave_set_back
 from tests.harness.host_ops import looks
 from tests.harness.tape import Tape, TapeDevice
 
@@ -21,6 +21,12 @@ PATIENCE = 60  # seconds, after which threads wait for each other
 
 inner: Callable[[Tensor], Tensor]
 on_the_way: list[Callable[[], None]] = []
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    with what_threads_leave_set_back():
+        yield
 
 
 @torch.library.custom_op("graphex_tests::calls", mutates_args=())
