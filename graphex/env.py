@@ -557,8 +557,8 @@ def collector_paused() -> Iterator[None]:
 
 
 def _make_old() -> None:
-    """Collect the garbage among young objects, and count the others as old ones."""
-    gc.collect(0)
+    """Collect the garbage among objects that are not old, and count the others as old ones."""
+    gc.collect(1)
     if not gc.get_freeze_count():  # else a program has objects that it wants to stay frozen
         gc.freeze()
         gc.unfreeze()
