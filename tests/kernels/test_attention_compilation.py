@@ -71,11 +71,14 @@ OFTEN = ((torch.bfloat16, False, 0), (torch.float16, True, 1), (torch.bfloat16, 
 def test_tiles_that_add_a_token(dtype, interleaved, at, monkeypatch):
     of = step(group=4, heads=2, length=4096, width=128, mask="prefix", dtype=dtype, interleaved=interleaved)
     found = tiles(of.attention(), 4096)
-    code, shared = compiled(found[min(at, len(found) - 1)], of.attention(), monkeypatch, of.new())
+    tile = found[min(at, len(found) - 1)]
+    code, shared = compiled(tile, of.attention(), monkeypatch, of.new())
     assert "cp.async.cg.shared.global" in code
     assert "st.global.v4.b32" in code  # the row of the keys
     assert "mul.rn.f32" in code  # a product that is contracted with nothing
-    assert code.count("ld.global") <= 24 + 16 * interleaved  # a thread reads pieces of the rows, few of them
+    # 4 rows of 128 are spread over the threads, which read their pieces at once; of pairs, one element at a time.
+    assert ("ld.global.v2.b32" if tile.warps == 4 else "ld.global.b32") in code
+    assert code.count("ld.global.b16") == 1 + (64 // tile.warps if interleaved else 0)  # 1: the new value
     assert shared <= MOST_SHARED
 
 

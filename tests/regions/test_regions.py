@@ -730,15 +730,14 @@ def test_a_region_is_given_the_sizes_that_those_of_its_values_are_made_of():
 
 def test_a_batch_norm_that_trains_is_compiled_where_the_size_of_the_batch_varies():
     mine = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
-    theirs = copy.deepcopy(mine)
+    theirs = copy.deepcopy(mine.double())  # a sum of gradients that cancel each other is rounded by chance in float32
     run = torch.compile(mine, backend="graphex", dynamic=True)
     for rows in (8, 4, 6):
-        x = torch.randn(rows, 6)
+        x = torch.randn(rows, 6).double()
         for model, called in ((mine, run), (theirs, theirs)):
             model.zero_grad()
             called(x).pow(2).sum().backward()
-        grads = [[each.grad for each in model.parameters()] for model in (mine, theirs)]
-        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)  # sums that cancel each other
+        close([each.grad for each in mine.parameters()], [each.grad for each in theirs.parameters()])
         close(mine.state_dict(), theirs.state_dict())
     assert {region.status for region in regions(run)} == {"compiled"}
     assert not graphex.journal(run).fallbacks

@@ -96,6 +96,8 @@ HOW: dict[str, dict[str, Any]] = {
 def test_two_threads_that_capture_do_not_wait_for_each_other(how, tape, monkeypatch):
     """One captures a function whose op calls `inner`, while the other has the turn of `inner` and is to capture it."""
     global inner
+    if HOW[how].get("dynamic"):  # torch 2.11 may take this back in the middle of a thread's call (`settings`)
+        monkeypatch.setattr(torch._dynamo.config, "assume_static_by_default", False)
     function, others_size = in_pieces if how == "pieces" else whole, 5 if how == "whole" else 12
     inner = compile_it(function, **HOW[how])
     for size in (5, 5, 5, others_size):
@@ -120,8 +122,7 @@ def test_two_threads_that_capture_do_not_wait_for_each_other(how, tape, monkeypa
     for thread in (mine, others):
         thread.join(PATIENCE)
     assert not mine.is_alive()
-    plain = "no size varies"  # of one that Dynamo may compile anew where a capture calls it
-    assert (failed, reasons(outer), [each for each in reasons(inner) if plain not in each]) == ([], [], [])
+    assert (failed, reasons(outer), reasons(inner)) == ([], [], [])
     before = replays(outer), replays(inner)
     agree(outer, lambda x: function(x) + 1, [x])
     assert replays(outer) == before[0] + 1
