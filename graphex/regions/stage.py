@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from math import isfinite, prod
 from typing import Any
@@ -80,6 +80,10 @@ ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 NOTHING = "nothing is compiled in regions"
 ODD = "odd_product"
 LARGEST = 2**16  # elements of a constant that is kept on the device
+LIBRARIES = {  # that regions call for these ops
+    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), "cublas"),
+    aten.convolution.default: "cudnn",
+}
 # Ops that make the same tensor of the same numbers in every call.
 FACTORIES = frozenset(
     getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros", "linspace", "eye", "scalar_tensor")
@@ -174,7 +178,7 @@ class CompileRegions(GraphPass):
         codes: dict[Hashable, list[RegionCode]] = {}
         made: dict[Hashable, tuple[RegionCode, Outcome] | None] = dict.fromkeys(kinds)
         with shown_on_terminal() as say:
-            with _kernels_meanwhile(work.graph):
+            with _kernels_meanwhile(work.graph), _libraries_meanwhile(work.graph, device):
                 for number, (key, plan) in enumerate(kinds.items(), 1):
                     say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
                     with self._or_as_it_is(work, plan):
@@ -213,6 +217,16 @@ def _kernels_meanwhile(graph: Graph) -> Iterator[None]:
 
     with compiling_kernels(filter(is_ours, graph.nodes)):
         yield
+
+
+def _libraries_meanwhile(graph: Graph, device: torch.device) -> AbstractContextManager[None]:
+    """The libraries that the regions call load while the block runs."""
+    if device.type != "cuda":
+        return nullcontext()
+    from graphex.device.gpu import loading_libraries
+
+    ops = (operator_of(node) for node in graph.nodes)
+    return loading_libraries(device, {LIBRARIES[op] for op in ops if op in LIBRARIES})
 
 
 def _codes(body: GraphModule, patches: dict[str, Any]) -> list[RegionCode]:
