@@ -167,7 +167,7 @@ def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) ->
 
     start_triton()
     if compilation.config.regions is True and regions_enabled() and (reason := start_compilers()):
-        compilation.fall_back("-", "the kernels of regions are compiled in this process, one by one", reason)
+        compilation.fall_back("-", "the kernels of regions are compiled in this process", reason)
 
 
 def _aot(

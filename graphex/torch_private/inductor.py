@@ -34,7 +34,7 @@ from torch.fx import GraphModule
 from graphex.env import lean_imports
 from graphex.errors import one_line
 from graphex.torch_private.dynamo import profiler_enabled
-from graphex.torch_private.lookup import find
+from graphex.torch_private.lookup import find, replaced_in_this_thread
 from graphex.torch_private.symbolic import FakeTensorMode, unlogged
 
 T = TypeVar("T")
@@ -170,7 +170,7 @@ def without_inductor() -> str:
 def start_compilers() -> str:
     """Start Inductor's processes for Triton kernels, where it has some; why they cannot be started, if so.
 
-    They take seconds, and kernels that are to be compiled before they are there are compiled here, one by one.
+    They take seconds, and kernels that are to be compiled before they are there are compiled in threads of this one.
     """
     try:
         find("torch._inductor.async_compile.maybe_warm_pool")()
@@ -261,6 +261,7 @@ def inductor_compile(
         without_cache,
         _without_complaint(),
         _without_patterns(left_out),
+        _kernels_side_by_side(),
     ):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
@@ -268,6 +269,28 @@ def inductor_compile(
             options["decompositions"] = table | {op: _first_of(each, table.get(op)) for op, each in inlined.items()}
         artifact = _entry()(gm, list(inputs), dynamic_shapes="from_tracing_context", options=options)
     return artifact, made
+
+
+def _kernels_side_by_side() -> AbstractContextManager[None]:
+    """Compile the Triton kernels of a region in threads for as long as Inductor's processes for them are not there.
+
+    They take seconds to start. Inductor compiles one kernel after the other until then.
+    """
+    if not torch.cuda.is_available():
+        return nullcontext()
+    compiler, device = find("torch._inductor.async_compile.AsyncCompile"), torch.cuda.current_device()
+
+    def in_thread(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_device(device)
+        return compile(*args, **kwargs)
+
+    def triton(one_by_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if find("torch._inductor.async_compile.get_compile_threads")() <= 1 or compiler.use_process_pool():
+            return one_by_one(*args, **kwargs)
+        made = compiler.pool().submit(copy_context().run, in_thread, one_by_one, *args, **kwargs)
+        return find("torch._inductor.codecache.LambdaFuture")(made.result, future=made)
+
+    return replaced_in_this_thread(compiler, "triton", triton)
 
 
 def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -145,6 +145,9 @@ class _Replaced:
         self.original = original
         self.substitutes: dict[int, Callable[..., Any]] = {}  # by thread
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)  # what it replaces may be a method
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         substitute = self.substitutes.get(threading.get_ident())
         return self.original(*args, **kwargs) if substitute is None else substitute(self.original, *args, **kwargs)
@@ -152,7 +155,7 @@ class _Replaced:
 
 @contextmanager
 def replaced_in_this_thread(module: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of `module.name` in this thread is one of `substitute(original, ...)`.
+    """Inside, a call of `module.name` in this thread is one of `substitute(original, ...)`. A class may be the module.
 
     Other threads keep calling the original. The module has its own function back when the last thread is done.
     """
