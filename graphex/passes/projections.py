@@ -6,6 +6,9 @@
     before:  y = rms_norm(x, g); logits = linear(y, w); e = experts(y, ...)
     after:   logits, y = rms_norm_linears(x, g, ..., [w], [None], True); e = experts(y, ...)
 
+The norm of a sum of another norm and a residual (Gemma) stays apart where there is more than one row: it would be a
+kernel of its own in the op as well, and is none with the sum (`rms_norm_add_rms_norm`).
+
     before:  h = silu_mul(gate, up); s = r + linear(h, w)
     after:   s, = silu_mul_linears(gate, up, [w], [None], r)
 

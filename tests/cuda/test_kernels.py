@@ -70,6 +70,7 @@ def at_size(name: str, rows: int, columns: int, make: Maker) -> Sample:
     return {
         "graphex::rms_norm": Sample((x1, weight, 1e-5)),
         "graphex::rms_norm_add": Sample((x1, x2, weight, 1e-5)),
+        "graphex::rms_norm_add_rms_norm": Sample((x1, x2, weight, 1e-5, 1.0, False, scale, 1e-5)),
         "graphex::add_rms_norm": Sample((x1, x2, weight, 1e-5)),
         "graphex::add_rms_norm_cast": Sample((x1, x2, weight, 1e-5)),
         "graphex::add_rms_norm_dynamic_quant": Sample((x1, x2, weight, None, 1e-5)),
@@ -88,6 +89,7 @@ def at_size(name: str, rows: int, columns: int, make: Maker) -> Sample:
 SIZED = (
     "graphex::rms_norm",
     "graphex::rms_norm_add",
+    "graphex::rms_norm_add_rms_norm",
     "graphex::add_rms_norm",
     "graphex::add_rms_norm_cast",
     "graphex::add_rms_norm_dynamic_quant",
