@@ -264,8 +264,8 @@ def two_norms_kernel(
     pdl_launch(PDL)
 
     y = weighted(value, rstd, w, None, offset, X, W, X, CAST_FIRST, HAS_OFFSET)
-    # Past the end of a row there are zeros, whatever the norm makes of those: 0 * inf is not 0.
-    value = tl.where(ok, rounded(y + added.to(tl.float32), X), 0.0)
+    # Past the end of a row this is 0, or NaN where the row is all infinite or NaN: nothing else comes of it then.
+    value = rounded(y + added.to(tl.float32), X)
     tl.store(total + at, value.to(X), mask=ok)
     rstd = tl.rsqrt(tl.div_rn(tl.sum(value * value, 1, keep_dims=True), columns * 1.0) + next_eps)
     y = weighted(value, rstd, next_w, None, next_offset, X, NEXT_W, Y, NEXT_CAST_FIRST, NEXT_HAS_OFFSET)

@@ -105,6 +105,18 @@ SIZED = (
 )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1152), (8, 2560), (32, 5376), (600, 3840), (5000, 100), (3, 16384), (2, 20000)])
+@torch.no_grad()
+def test_a_residual_between_two_norms_has_the_bits_of_two_kernels(dtype, size):
+    make = Maker(dtype, "cuda")
+    x, residual, norms = make(*size), make(*size), [(make(size[1]), 1e-6, 1.0, False) for _ in range(2)]
+    y, total = GX.rms_norm_add_rms_norm(x, residual, *norms[0], *norms[1])
+    wanted = GX.rms_norm_add(x, residual, *norms[0])
+    assert torch.equal(total, wanted)
+    assert torch.equal(y, GX.rms_norm(wanted, *norms[1])[0])
+
+
 SIZES = [(1, 4096), (64, 7168), (1000, 5001), (3000, 128), (5000, 3), (20, 14336), (3, 40001)]
 TYPED_SIZES = [(torch.bfloat16, size) for size in SIZES] + [(d, s) for d in DTYPES[1:] for s in SIZES[1:3]]
 

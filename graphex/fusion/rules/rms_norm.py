@@ -309,7 +309,7 @@ def _between(residual_first: bool) -> Rule:
 
 
 def _like_x_alone(match: Match) -> bool | Refusal:
-    """A quantisation takes in the norm before it and its residual add, which is as few kernels and fewer bytes."""
+    """A norm that is quantised is left for that, and the residual add with it: as few kernels, and fewer bytes."""
     weight, x = value_of(match.kwargs["weight"]), tensor(match, "x")
     last = max(node for node in match.nodes if node.target is lifted.default)
     readers = {reader.target for part in last.users for reader in part.users}
@@ -321,6 +321,8 @@ def _like_x_alone(match: Match) -> bool | Refusal:
 
 
 def _like_x(match: Match) -> bool | Refusal:
+    if match.kwargs["residual"] in match.nodes:
+        return Refusal("the norm is added to itself", match.nodes[-1])
     if same_layout(*(value_of(match.kwargs[name]) for name in ("x", "residual"))):
         return True
     return Refusal("the norm and what it is added to are not tensors of one type, shape and layout", match.nodes[-1])
