@@ -354,15 +354,15 @@ class Planner:
         norm = y.args[0] if y.target is operator.getitem and y.args[1] == 0 else None
         if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
             return None
-        if self._refused(NORM, self._is_better_before(norm, group[0])):
+        if self._refused(NORM, self._belongs_to_sum(norm, group[0])):
             return None
         return self._joined(NORM, norm, y, group)
 
-    def _is_better_before(self, norm: Node, linear: Linear) -> Refusal | None:
-        """Why the norm of a sum joins what makes the sum instead: of one row the layers' own kernel makes the norm, of
-        more it is a kernel by itself, which it is not behind a norm that is added to a residual.
+    def _belongs_to_sum(self, norm: Node, linear: Linear) -> Refusal | None:
+        """Why a norm is left for `rms_norm_add_rms_norm`. The kernel of one row makes the norm itself, but the op of
+        more rows launches a norm before its products, which the kernel that makes the sum can make as well.
         """
-        is_taken = self.work.allows(SANDWICH) and pays(self.work, SANDWICH, norm)
+        is_taken = all(map(self.work.allows, (NORM, SANDWICH))) and pays(self.work, SANDWICH, norm)
         if not is_taken or not known_true(linear.rows > 1) or not is_of_norm_and_residual(norm):
             return None
         said = f"'{norm.name}' is of the sum of a norm and a residual, and becomes one op with these"
