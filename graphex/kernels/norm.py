@@ -1,8 +1,11 @@
-"""The RMSNorm kernel and its launches: norms alone, then norms that end in a quantisation.
+"""The RMSNorm kernels and their launches: norms alone and two in a row, then norms that end in a quantisation.
 
-The kernel normalises with and without the residual add before or after it, with a cast or a quantisation after it. One
-program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in
-each pass over it. All ops of the family are this kernel with some of its inputs and outputs absent.
+`norm_kernel` normalises with and without the residual add before or after it, with a cast or a quantisation after it.
+One program normalises a row, or several short ones, and keeps it in registers; a row wider than a tile is read again in
+each pass over it. All ops of the family but one are this kernel with some of its inputs and outputs absent.
+
+`two_norms_kernel` normalises, adds the residual, and normalises the sum: what two launches of the other one compute, in
+their tiles, so that the bits are the same. A row is one tile.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from graphex.kernels.arithmetic import (
     static_quantised,
     weighted,
 )
-from graphex.kernels.launch import LaunchPlan
+from graphex.kernels.launch import LaunchPlan, called
 from graphex.kernels.layout import (
     FEW_ROWS,
     NO_QUANTISATION,
@@ -212,6 +215,63 @@ def norm_kernel(
             tl.store(q_out + at, q, mask=ok)
 
 
+@triton.jit(do_not_specialize=["rows", "inner1", "inner2"])
+def two_norms_kernel(
+    x,
+    residual,
+    weight,
+    next_weight,
+    total,
+    y_out,
+    rows,
+    columns,
+    inner1,
+    outer_stride1,
+    inner_stride1,
+    inner2,
+    outer_stride2,
+    inner_stride2,
+    eps,
+    offset,
+    next_eps,
+    next_offset,
+    Y: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    NEXT_CAST_FIRST: tl.constexpr,
+    NEXT_HAS_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    X: tl.constexpr = x.dtype.element_ty
+    W: tl.constexpr = X if weight is None else weight.dtype.element_ty
+    NEXT_W: tl.constexpr = X if next_weight is None else next_weight.dtype.element_ty
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    column_ok = column < columns
+    ok = (row < rows) & column_ok
+    at = row.to(tl.int64) * columns + column
+
+    value = tl.load(x + row_start(row, inner1, outer_stride1, inner_stride1) + column, mask=ok, other=0.0)
+    value = value.to(tl.float32)
+    # All is read before the first reduction: the latency of what is read later would follow it.
+    added = tl.load(residual + row_start(row, inner2, outer_stride2, inner_stride2) + column, mask=ok, other=0.0)
+    w = of_columns(weight, column, column_ok, False, 0.0)
+    next_w = of_columns(next_weight, column, column_ok, False, 0.0)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(value * value, 1, keep_dims=True), columns * 1.0) + eps)
+    pdl_launch(PDL)
+
+    y = weighted(value, rstd, w, None, offset, X, W, X, CAST_FIRST, HAS_OFFSET)
+    # Past the end of a row this is 0, or NaN where the row is all infinite or NaN: nothing else comes of it then.
+    value = rounded(y + added.to(tl.float32), X)
+    tl.store(total + at, value.to(X), mask=ok)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(value * value, 1, keep_dims=True), columns * 1.0) + next_eps)
+    y = weighted(value, rstd, next_w, None, next_offset, X, NEXT_W, Y, NEXT_CAST_FIRST, NEXT_HAS_OFFSET)
+    tl.store(y_out + at, y.to(Y), mask=ok)
+
+
 WIDEST = 16384
 
 
@@ -335,12 +395,64 @@ def rms_norm(call: Arguments) -> Any:
 
 
 def rms_norm_add(call: Arguments) -> Any:
+    if (refusal := _add_refusal(call)) is not None:
+        return refusal
+    done = run(_added_to(call), "y")
+    return done if isinstance(done, Refusal) else done[0]
+
+
+def _added_to(call: Arguments) -> Norm:
+    """The norm that is added to a residual."""
+    return norm_of(call)._replace(x2=call.residual, after=True)
+
+
+def _add_refusal(call: Arguments) -> Refusal | None:
     if norm_dtype(call.x, call.weight, call.cast_before_weight) != call.x.dtype:
         return Refusal("the norm has another type than x and the residual")
     if memory_order(call.x) != memory_order(call.residual):
         return Refusal("the rows of x and of the residual are in another order in memory")
-    done = run(norm_of(call)._replace(x2=call.residual, after=True), "y")
-    return done if isinstance(done, Refusal) else done[0]
+    return None
+
+
+_TWO_PLANS: dict[Any, NormPlan | Refusal] = {}
+
+
+def rms_norm_add_rms_norm(call: Arguments) -> Any:
+    x, residual, *norms = call
+    (weight, eps, offset, cast_first), (next_weight, next_eps, next_offset, next_cast_first) = norms[:4], norms[4:]
+    if x.dim() and x.shape[-1] > WIDEST:
+        total = called("graphex::rms_norm_add", x, residual, *norms[:4])
+        return called("graphex::rms_norm", total, *norms[4:])[0], total
+    key = signature(x, residual, weight, next_weight), offset != 0, cast_first, next_offset != 0, next_cast_first
+    plan = _TWO_PLANS.get(key)
+    if plan is None:
+        plan = remember(_TWO_PLANS, key, _plan_of_two(call))
+    if isinstance(plan, Refusal):
+        return plan
+    total, y = allocate(x, plan.order, x.dtype), allocate(x, plan.order, plan.y_dtype)
+    tensors = x, residual, weight, next_weight, total, y
+    plan.launch(two_norms_kernel, tensors, x, (eps, offset, next_eps, next_offset))
+    return y, total
+
+
+def _plan_of_two(call: Arguments) -> NormPlan | Refusal:
+    """That of the first norm, for a kernel with two: the same tiles reduce in the same order."""
+    if (refusal := _add_refusal(call)) is not None:
+        return refusal
+    plan = _plan(_added_to(call), NOT)
+    second = Norm(call.x, None, call.next_weight, call.next_eps)
+    refusal = _refusal(second, NOT)
+    if isinstance(plan, Refusal) or refusal is not None:
+        return plan if refusal is None else refusal
+    y_dtype = norm_dtype(call.x, call.next_weight, call.next_cast_before_weight)
+    constants = {name: plan.constants[name] for name in ("CAST_FIRST", "HAS_OFFSET", "ROWS", "BLOCK", "num_warps")}
+    constants |= {
+        "Y": TRITON_TYPES[y_dtype],
+        "NEXT_CAST_FIRST": call.next_cast_before_weight,
+        "NEXT_HAS_OFFSET": call.next_weight_offset != 0,
+        **AS_WRITTEN,
+    }
+    return NormPlan(plan.grid, plan.integers[:8], constants, plan.order, y_dtype, ())
 
 
 def add_rms_norm(call: Arguments) -> Any:

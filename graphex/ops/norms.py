@@ -1,4 +1,4 @@
-"""RMSNorm as models write it, with and without the residual add before or after it.
+"""RMSNorm as models write it, with and without the residual add before or after it, or between two of them.
 
 The cast order and the weight's offset are parameters, because models round differently:
 
@@ -18,6 +18,7 @@ from graphex.ops.definition import Gradient, RowRule, check_alike, op
 from graphex.torch_private.graphs import require
 
 NORM = "float eps, float weight_offset=0.0, bool cast_before_weight=True"
+NEXT = "Tensor? next_weight, float next_eps, float next_weight_offset=0.0, bool next_cast_before_weight=True"
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -160,6 +161,38 @@ def rms_norm_add(x: Tensor, residual: Tensor, *norm: Any, **options: Any) -> Ten
     check_alike("x and residual", x, residual)
     y, _ = rms_norm(x, *norm, **options)
     return residual + y
+
+
+@op(
+    "graphex::rms_norm_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, "
+    f"bool cast_before_weight, {NEXT}) -> (Tensor y, Tensor sum)",
+    title="RMSNorm + residual add + RMSNorm",
+    kernel="norm.rms_norm_add_rms_norm",
+    rows=RowRule("last_dim", ("x", "residual")),
+    inlines=True,
+)
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+    next_weight: Tensor | None,
+    next_eps: float,
+    next_weight_offset: float = 0.0,
+    next_cast_before_weight: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The residual, the RMSNorm of what a layer made of it, and the RMSNorm of their sum: the norms around a layer.
+
+        sum  = rms_norm_add(x, residual, weight, eps, weight_offset, cast_before_weight)
+        y, _ = rms_norm(sum, next_weight, next_eps, next_weight_offset, next_cast_before_weight)
+
+    The sum is rounded to its type before its norm. For inference: it has no derivative.
+    """
+    total = rms_norm_add(x, residual, weight, eps, weight_offset, cast_before_weight)
+    y, _ = rms_norm(total, next_weight, next_eps, next_weight_offset, next_cast_before_weight)
+    return y, total
 
 
 @op(

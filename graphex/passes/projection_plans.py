@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphex.analysis import known_equal, known_true
+from graphex.analysis import known_equal, known_true, same_layout
 from graphex.analysis.effects import is_kernel
 from graphex.analysis.graphs import arguments, dtype_text
 from graphex.analysis.shapes import known_contiguous
@@ -201,6 +201,7 @@ def _type_text(value: Tensor) -> str:
 
 
 LINEARS, NORM, GATED, RESIDUAL = "linears", "rms_norm_linears", "silu_mul_linears", "linears_residual"
+SANDWICH = "rms_norm_add_rms_norm"  # what a norm of the sum of a norm and a residual becomes otherwise
 MOST_WEIGHTS = 8
 
 
@@ -353,7 +354,19 @@ class Planner:
         norm = y.args[0] if y.target is operator.getitem and y.args[1] == 0 else None
         if not isinstance(norm, Node) or norm.target is not ops.rms_norm.default:
             return None
+        if self._refused(NORM, self._belongs_to_sum(norm, group[0])):
+            return None
         return self._joined(NORM, norm, y, group)
+
+    def _belongs_to_sum(self, norm: Node, linear: Linear) -> Refusal | None:
+        """Why a norm is left for `rms_norm_add_rms_norm`. The kernel of one row makes the norm itself, but the op of
+        more rows launches a norm before its products, which the kernel that makes the sum can make as well.
+        """
+        is_taken = all(map(self.work.allows, (NORM, SANDWICH))) and pays(self.work, SANDWICH, norm)
+        if not is_taken or not known_true(linear.rows > 1) or not is_of_norm_and_residual(norm):
+            return None
+        said = f"'{norm.name}' is of the sum of a norm and a residual, and becomes one op with these"
+        return Refusal(said, norm, nothing_lost=True)
 
     def _gated(self, y: Node, group: list[Linear]) -> Node | None:
         return self._joined(GATED, y, y, group) if y.target is ops.silu_mul.default else None
@@ -457,6 +470,20 @@ class Planner:
             assert refusal.node is not None
             self.work.refuse(refusal.node, refusal, rule=rule)
         return refusal is not None
+
+
+def is_of_norm_and_residual(norm: Node) -> bool:
+    """Whether a norm is of the sum of a residual and another norm, which is for nothing else."""
+    add = arguments(norm)["x"]
+    if add.target is not aten.add.Tensor or not known_equal((given := arguments(add))["alpha"], 1):
+        return False
+    for y, residual in ((given["self"], given["other"]), (given["other"], given["self"])):
+        first = y.args[0] if isinstance(y, Node) and y.target is operator.getitem and y.args[1] == 0 else None
+        if isinstance(first, Node) and first.target is ops.rms_norm.default and isinstance(residual, Node):
+            alone = list(y.users) == [add] and not any(part.users for part in first.users if part is not y)
+            x, other, total = (each.meta["val"] for each in (arguments(first)["x"], residual, add))
+            return alone and y is not residual and same_layout(x, other) and x.dtype == total.dtype
+    return False
 
 
 def _added_to(linear: Linear) -> Residual | None:

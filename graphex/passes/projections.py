@@ -12,7 +12,8 @@
 Layers that read one value become one op over their separate weights: nothing is copied or assumed to be constant. For
 inference alone (the ops have no derivative), in float16 and bfloat16, up to 64 rows, or more where each of the layers
 is too small to fill a device; where the number of rows is not known the op decides when it runs. What a rule of the
-user's is going to take is left to it.
+user's is going to take is left to it. Of more than one row, so is the norm of a residual plus another norm (Gemma) to
+`rms_norm_add_rms_norm`: in the op it would be a kernel of its own.
 
     before:  gate, up = rms_norm_linears(x, g, ..., [wg, wu], ...); y, = silu_mul_linears(gate, up, [w], [None], r)
     after:   h = rms_norm_gated_linears(x, g, ..., [wg, wu], ...);  y, = linears(h, [w], [None], r)

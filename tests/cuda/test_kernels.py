@@ -70,6 +70,7 @@ def at_size(name: str, rows: int, columns: int, make: Maker) -> Sample:
     return {
         "graphex::rms_norm": Sample((x1, weight, 1e-5)),
         "graphex::rms_norm_add": Sample((x1, x2, weight, 1e-5)),
+        "graphex::rms_norm_add_rms_norm": Sample((x1, x2, weight, 1e-5, 1.0, False, scale, 1e-5)),
         "graphex::add_rms_norm": Sample((x1, x2, weight, 1e-5)),
         "graphex::add_rms_norm_cast": Sample((x1, x2, weight, 1e-5)),
         "graphex::add_rms_norm_dynamic_quant": Sample((x1, x2, weight, None, 1e-5)),
@@ -88,6 +89,7 @@ def at_size(name: str, rows: int, columns: int, make: Maker) -> Sample:
 SIZED = (
     "graphex::rms_norm",
     "graphex::rms_norm_add",
+    "graphex::rms_norm_add_rms_norm",
     "graphex::add_rms_norm",
     "graphex::add_rms_norm_cast",
     "graphex::add_rms_norm_dynamic_quant",
@@ -101,6 +103,18 @@ SIZED = (
     "npu::npu_dynamic_quant",
     "npu::npu_swiglu",
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1152), (8, 2560), (32, 5376), (600, 3840), (5000, 100), (3, 16384), (2, 20000)])
+@torch.no_grad()
+def test_a_residual_between_two_norms_has_the_bits_of_two_kernels(dtype, size):
+    make = Maker(dtype, "cuda")
+    x, residual, norms = make(*size), make(*size), [(make(size[1]), 1e-6, 1.0, False) for _ in range(2)]
+    y, total = GX.rms_norm_add_rms_norm(x, residual, *norms[0], *norms[1])
+    wanted = GX.rms_norm_add(x, residual, *norms[0])
+    assert torch.equal(total, wanted)
+    assert torch.equal(y, GX.rms_norm(wanted, *norms[1])[0])
 
 
 SIZES = [(1, 4096), (64, 7168), (1000, 5001), (3000, 128), (5000, 3), (20, 14336), (3, 40001)]

@@ -34,7 +34,9 @@ def assert_waits_first(code: str) -> None:
     assert "$L__BB" not in before  # so that no program goes around it
 
 
-@pytest.mark.parametrize("name", ["graphex::add_rms_norm", "graphex::rotary_qkv_write_"])
+@pytest.mark.parametrize(
+    "name", ["graphex::add_rms_norm", "graphex::rms_norm_add_rms_norm", "graphex::rotary_qkv_write_"]
+)
 def test_norms_and_rotary_embeddings_wait(name, monkeypatch):
     assert_waits_first(compiled(name, cases()[name], monkeypatch))
 

@@ -374,6 +374,16 @@ def test_the_kernels_inside_of_an_op_are_compiled_too(hopper, compiled, monkeypa
     assert compiled == {"norm_kernel": 1, "skinny_kernel": 1}
 
 
+@pytest.mark.parametrize(("width", "wanted"), [(1024, {"two_norms_kernel": 1}), (20000, {"norm_kernel": 2})])
+def test_two_norms_of_rows_wider_than_a_tile_are_a_kernel_each(hopper, compiled, width, wanted):
+    drawing = Drawing(FakeTensorMode())
+    x, residual, weight = drawing.given(16, width), drawing.given(16, width), drawing.given(width)
+    norm = weight, 1e-6, 1.0, False
+    drawing.call(OPS.rms_norm_add_rms_norm.default, x, residual, *norm, *norm)
+    precompile_kernels(drawing.graph.nodes)
+    assert compiled == wanted
+
+
 def test_what_will_be_measured_is_compiled_and_nothing_is_chosen(hopper, compiled):
     drawing = Drawing(FakeTensorMode())
     x, weight = drawing.given(1, 1024), drawing.given(1024, 1024)

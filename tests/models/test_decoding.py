@@ -113,6 +113,25 @@ def test_a_decode_step_of_transformers(name: str) -> None:
     assert {verdict.status for verdict in journal.verifications} == {"equal"}
 
 
+@pytest.mark.parametrize(("batch", "shown"), [(1, "rms_norm_add"), (2, "rms_norm_add_rms_norm")])
+def test_the_norms_around_the_layers_of_gemma(batch: int, shown: str) -> None:
+    """Of one row, the norm before a layer is a part of it; of more, a part of the norm behind the layer before."""
+    model = ARCHITECTURES["gemma3"].build("cpu").bfloat16()
+    seen = Observer()
+    options = {"lift_idioms": "always", "verify": True, "post_grad_custom_post_pass": seen}
+    compiled = torch.compile(model, backend="graphex", fullgraph=True, options=options)
+    found, expected = decoded(compiled, model, batch), decoded(model, model, batch)
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=1e-3)
+    left, layers = Counter(seen.targets), model.config.num_hidden_layers
+    alone = ("rms_norm", "add_rms_norm", "rms_norm_add", "rms_norm_add_rms_norm")
+    norms = {name: left[getattr(ops, name).default] for name in alone}
+    joined = left[ops.rms_norm_linears.default] + left[ops.rms_norm_gated_linears.default]
+    heads = 2 * layers  # queries and keys
+    assert {name: count for name, count in norms.items() if count} == {"rms_norm": heads, shown: 2 * layers}
+    assert joined == (2 * layers + 1 if batch == 1 else 1)  # the first one has no norm before it
+    assert {verdict.status for verdict in graphex.journal(compiled).verifications} == {"equal"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_decode_step_of_the_example(dtype: torch.dtype, dynamic: bool) -> None:

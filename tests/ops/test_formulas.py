@@ -82,6 +82,18 @@ def test_the_residual_sum_is_rounded_before_the_norm(dtype):
     same(y32, y.float())
 
 
+def test_two_norms_and_the_residual_between_them_are_gemmas(dtype):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    first, second = (Gemma3RMSNorm(32, eps=1e-5).to(dtype) for _ in range(2))
+    for norm in (first, second):
+        torch.nn.init.normal_(norm.weight)
+    x, residual = (torch.randn(3, 5, 32).to(dtype) for _ in range(2))
+    y, total = GX.rms_norm_add_rms_norm(x, residual, first.weight, 1e-5, 1.0, False, second.weight, 1e-5, 1.0, False)
+    same(total, residual + first(x))
+    same(y, second(residual + first(x)))
+
+
 def test_training_keeps_only_the_input_and_rstd():
     saved: list[Tensor] = []
 

@@ -157,6 +157,56 @@ def test_more_rows_than_64_keep_the_norm_with_its_residual() -> None:
     assert folded.counts == {LINEARS: (3, 3)}
 
 
+def between_norms(r: Tensor, y: Tensor, gain: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    """Layers behind a norm of a residual and another norm, as in Gemma."""
+    x = r + norm(y, gain)
+    return (x, *attend(x, *given))
+
+
+def sandwich(*shape: int) -> tuple[Tensor, ...]:
+    return half(*shape), half(*shape), half(WIDTH), *qkv(*shape)[1:]
+
+
+def test_one_row_makes_its_norm_in_the_layers() -> None:
+    folded = Folded(between_norms, *sandwich(1, 1, WIDTH))
+    assert folded.shown == ["rms_norm_add", "rms_norm_linears"]
+    assert folded.counts == {LINEARS: (3, 3), NORM: (1, 1)}
+
+
+@pytest.mark.parametrize("shape", [(2, 1, WIDTH), (64, WIDTH), (5, 13, WIDTH)])
+def test_more_rows_make_it_in_the_kernel_of_the_norm_before(shape: tuple[int, ...]) -> None:
+    folded = Folded(between_norms, *sandwich(*shape))
+    assert folded.shown == ["rms_norm_add_rms_norm", "linears"]
+    assert folded.counts == {LINEARS: (3, 3)}  # the norm was no candidate: it is no kernel where it is
+
+
+def test_rows_that_vary_are_more_than_one() -> None:
+    folded = Folded(between_norms, *sandwich(3, 1, WIDTH), varies=[(0, 0), (1, 0)])
+    assert folded.shown == ["rms_norm_add_rms_norm", "linears"]
+
+
+def test_a_gate_behind_two_norms_is_a_gate_all_the_same() -> None:
+    def model(r: Tensor, y: Tensor, gain: Tensor, *given: Tensor) -> Tensor:
+        return feed_forward(r + norm(y, gain), *given)
+
+    folded = Folded(model, half(2, 1, WIDTH), half(2, 1, WIDTH), half(WIDTH), *mlp(2, 1, WIDTH)[1:])
+    assert folded.shown == ["rms_norm_add_rms_norm", "gated_linears", "linears"]
+
+
+def test_without_the_rule_the_norm_joins_the_layers_of_any_rows() -> None:
+    folded = Folded(between_norms, *sandwich(2, 1, WIDTH), disable_rules=("rms_norm_add_rms_norm",))
+    assert folded.shown == ["rms_norm_add", "rms_norm_linears"]
+
+
+def test_a_norm_before_that_is_used_elsewhere_leaves_the_next_one_to_the_layers() -> None:
+    def model(r: Tensor, y: Tensor, gain: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        normed = norm(y, gain)
+        return (normed, *attend(r + normed, *given))
+
+    folded = Folded(model, *sandwich(2, 1, WIDTH))
+    assert folded.shown == ["rms_norm", "add", "rms_norm_linears"]
+
+
 def test_a_layer_of_many_rows_stays_a_plain_product() -> None:
     folded = Folded(linear, half(5, 13, WIDTH), *weights(KV))
     assert folded.shown == ["mm"]

@@ -24,6 +24,10 @@ A norm that is lifted takes in the residual add before it, or the one behind it:
 
     x1, x2 -> add -> s -> rms_norm -> y, rstd             add_rms_norm -> y, rstd, s
     x -> rms_norm -> y; residual, y -> add -> s           rms_norm_add -> s
+
+and the norm behind both, as layers have them that are normed on either side (Gemma 2 and 3):
+
+    x -> rms_norm -> y; residual, y -> add -> s -> rms_norm -> z        rms_norm_add_rms_norm -> z, s
 """
 
 from __future__ import annotations
@@ -43,15 +47,16 @@ from graphex.fusion.calls import value_of
 from graphex.fusion.patterns import CHANGES, ROUNDS
 from graphex.fusion.rule import Rule
 from graphex.fusion.rules.common import calling, example, floating, names_of, pick, rule, taking, tensor
-from graphex.ops.norms import wide_dtype
+from graphex.ops.norms import norm_dtype, wide_dtype
 from graphex.rewrite.base import Refusal
-from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern
+from graphex.torch_private.patterns import CallFunction, KeywordArg, Match, MultiOutputPattern, PatternExpr
 
 NAME = "lift_rms_norm"
 
 ops = torch.ops.graphex
 lifted = ops.rms_norm
 fused = torch.ops.aten._fused_rms_norm
+QUANTISATIONS = frozenset({ops.dynamic_quant.default, ops.static_quant.default})
 
 Both = tuple[Tensor, Tensor]
 
@@ -259,7 +264,7 @@ def _variants() -> Iterator[Rule]:
         yield _unlike_rule(unlike, mean_square, widens_x)
 
 
-# -- the residual add before a norm, or behind it ----------------------------------------------------------------------
+# -- the residual add before a norm, behind it, or between two ---------------------------------------------------------
 
 
 def with_add(norm: str, results: int) -> Rule:
@@ -282,17 +287,42 @@ def _same_kind(match: Match) -> bool | Refusal:
 
 def _before_add(residual_first: bool) -> Rule:
     """A norm whose only use is to be added to a residual (Gemma, OLMo 2). Its rstd is used for nothing."""
-    joined, residual = ops.rms_norm_add.default, KeywordArg("residual")
-    y = pick(calling(ops.rms_norm.default), 0)
-    addends = (residual, y) if residual_first else (y, residual)
-    pattern = CallFunction(torch.ops.aten.add.Tensor, *addends, alpha=1)
-    call = taking(names_of(joined), joined)
+    joined = ops.rms_norm_add.default
+    call, pattern = taking(names_of(joined), joined), _sum_of_norm(residual_first)
     return rule(
         "rms_norm_add", call, call, dict, _like_x, requires=("graphex::rms_norm",), given=pattern, origin="default"
     )
 
 
+def _sum_of_norm(residual_first: bool) -> PatternExpr:
+    residual, y = KeywordArg("residual"), pick(calling(lifted.default), 0)
+    return CallFunction(torch.ops.aten.add.Tensor, *((residual, y) if residual_first else (y, residual)), alpha=1)
+
+
+def _between(residual_first: bool) -> Rule:
+    """The same, and the norm of the sum, whose rstd is used for nothing either."""
+    joined, total = ops.rms_norm_add_rms_norm.default, _sum_of_norm(residual_first)
+    given = (KeywordArg(f"next_{name}") for name in names_of(lifted.default)[1:])
+    pattern = MultiOutputPattern([pick(CallFunction(lifted.default, total, *given), 0), total])
+    call, name, needed = taking(names_of(joined), joined), "rms_norm_add_rms_norm", ("graphex::rms_norm",)
+    return rule(name, call, call, dict, _like_x_alone, requires=needed, given=pattern, origin="default")
+
+
+def _like_x_alone(match: Match) -> bool | Refusal:
+    """A norm that is quantised is left for that, and the residual add with it: as few kernels, and fewer bytes."""
+    weight, x = value_of(match.kwargs["weight"]), tensor(match, "x")
+    last = max(node for node in match.nodes if node.target is lifted.default)
+    readers = {reader.target for part in last.users for reader in part.users}
+    if not readers.isdisjoint(QUANTISATIONS):
+        return Refusal("the norm of the sum is quantised, and joins that", last, nothing_lost=True)
+    if norm_dtype(x, weight, match.kwargs["cast_before_weight"]) != x.dtype:
+        return Refusal("the norm that is added has another type than x", last)
+    return _like_x(match)
+
+
 def _like_x(match: Match) -> bool | Refusal:
+    if match.kwargs["residual"] in match.nodes:
+        return Refusal("the norm is added to itself", match.nodes[-1])
     if same_layout(*(value_of(match.kwargs[name]) for name in ("x", "residual"))):
         return True
     return Refusal("the norm and what it is added to are not tensors of one type, shape and layout", match.nodes[-1])
@@ -302,4 +332,5 @@ RULES = (
     *_variants(),
     with_add("rms_norm", 2),
     *(_before_add(residual_first) for residual_first in (True, False)),
+    *(_between(residual_first) for residual_first in (True, False)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -198,13 +199,104 @@ def test_a_norm_that_is_only_added_to_a_residual_is_one_op_with_the_sum(
     assert torch.ops.aten.add.Tensor not in lifted.seen.targets
 
 
-def test_a_sum_that_is_normalised_again_belongs_to_the_norm_behind_it() -> None:
+def between(norm: Callable[..., Tensor], total: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Callable[..., Any]:
+    """A norm, the sum with the residual, the norm of that, and the sum."""
+
+    def block(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        summed = total(x, norm(y, first))
+        return norm(summed, second), summed
+
+    return block
+
+
+@ways
+@cases(llama, gemma, olmo, torchs_own_without_weight)
+def test_a_residual_between_two_norms_is_one_op_with_them(
+    fn: Callable[..., Tensor], dtype: torch.dtype, dynamic: bool
+) -> None:
+    given = rand(3, 5, 16, dtype=dtype), rand(3, 5, 16, dtype=dtype), rand(16, dtype=dtype), rand(16, dtype=dtype)
+    if fn is torchs_own_without_weight:
+        fn = lambda x, weight: functional.rms_norm(x, (16,))  # noqa: E731
+    lifted = Lifted(between(fn), *given, dynamic=dynamic)
+    assert lifted.fused == {"lift_rms_norm": 2, "rms_norm_add_rms_norm": 1}
+    assert lifted.ops() == ["rms_norm_add_rms_norm"]
+
+
+def test_the_sum_of_two_norms_may_be_used_by_others_and_added_first_or_last() -> None:
+    def block(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = llama(y, weight) + x
+        return gemma(total, weight), total.sin(), total
+
+    lifted = Lifted(block, rand(3, 16, dtype=BF16), rand(3, 16, dtype=BF16), rand(16, dtype=BF16))
+    assert lifted.fused == {"lift_rms_norm": 2, "rms_norm_add_rms_norm": 1}
+
+
+def test_the_norm_of_a_sum_may_have_a_wider_weight() -> None:
+    lifted = Lifted(between(llama), rand(3, 16, dtype=BF16), rand(3, 16, dtype=BF16), rand(16, dtype=BF16), rand(16))
+    assert lifted.fused == {"lift_rms_norm": 2, "rms_norm_add_rms_norm": 1}
+
+
+def test_layers_that_are_normed_on_either_side_are_an_op_each_and_the_first_norm() -> None:
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + gemma(gemma(x, weight).sin(), weight)
+        return gemma(x, weight)
+
+    lifted = Lifted(model, rand(3, 16, dtype=BF16), rand(16, dtype=BF16))
+    assert lifted.fused == {"lift_rms_norm": 7, "rms_norm_add_rms_norm": 3}
+    assert lifted.ops() == ["rms_norm", *["sin", "rms_norm_add_rms_norm"] * 3]
+
+
+def test_a_norm_that_is_used_beside_the_sum_leaves_the_sum_to_the_norm_behind_it() -> None:
     def block(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + llama(y, weight)
-        return llama(total, weight), total
+        normed = llama(y, weight)
+        return llama(x + normed, weight), normed
 
     lifted = Lifted(block, rand(3, 16), rand(3, 16), rand(16))
     assert lifted.fused == {"lift_rms_norm": 2, "add_rms_norm": 1}
+
+
+def test_a_norm_of_another_type_than_its_residual_leaves_the_sum_to_itself() -> None:
+    lifted = Lifted(between(llama), rand(3, 16), rand(3, 16, dtype=BF16), rand(16), rand(16))
+    assert lifted.fused == {"lift_rms_norm": 2, "add_rms_norm": 1}
+    narrow = rand(3, 16, dtype=BF16), rand(3, 16, dtype=BF16)
+    assert "rms_norm_add_rms_norm" not in Lifted(between(llama), *narrow, rand(16), rand(16)).fused
+
+
+def test_a_norm_of_the_sum_that_is_quantised_joins_the_quantisation() -> None:
+    def block(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        z, total = between(llama)(x, y, weight, weight)
+        scale = z.abs().amax(-1, keepdim=True).float() / 127
+        return (z / scale).round().clamp(-128, 127).to(torch.int8), scale, total
+
+    lifted = Lifted(block, rand(3, 16, dtype=BF16), rand(3, 16, dtype=BF16), rand(16, dtype=BF16))
+    assert lifted.ops() == ["rms_norm", "add_rms_norm_dynamic_quant"]
+
+
+def test_norms_on_either_side_of_a_layer_that_trains_stay_apart() -> None:
+    given = [rand(3, 16).requires_grad_(), rand(3, 16).requires_grad_(), rand(16), rand(16)]
+    assert "rms_norm_add_rms_norm" not in Lifted(between(llama), *given).fused
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda x, normed: torch.add(x, normed, alpha=2),
+        lambda x, normed: x[:1] + normed,
+        lambda x, normed: x - normed,
+        lambda x, normed: normed + normed,
+        lambda x, normed: (x + normed).to(F16),
+        lambda x, normed: (x + normed).view(6, 8),
+    ],
+    ids=["twice", "broadcast", "difference", "the norm twice", "cast", "reshaped"],
+)
+def test_other_sums_between_two_norms_stay_apart(total: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return llama(x, weight[: x.shape[-1]].to(x.dtype))
+
+    lifted = Lifted(between(norm, total), rand(3, 16), rand(3, 16), rand(16), rand(16))
+    assert "rms_norm_add_rms_norm" not in lifted.fused
+    assert lifted.fused["lift_rms_norm"] == 2
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ def add_norm(x: Tensor, y: Tensor, at: Disturb) -> Tensor:
     return norm(total, y, lambda v: v) + total
 
 
+def norm_add_norm(x: Tensor, y: Tensor, at: Disturb) -> Tensor:
+    total = at(x + at(norm(x, y, lambda v: v)))
+    return at(norm(total, y, lambda v: v)) + total
+
+
 def gate(x: Tensor, y: Tensor, at: Disturb) -> Tensor:
     return at(functional.silu(at(x))) * at(y)
 
@@ -98,6 +103,7 @@ IDIOMS = {
         gemma_norm,
         torch_norm,
         add_norm,
+        norm_add_norm,
         gate,
         rotary,
         interleaved_rotary,

@@ -30,7 +30,7 @@ POINTERS = {
 
 
 KERNELS = {
-    "norm": ("norm_kernel",),
+    "norm": ("norm_kernel", "two_norms_kernel"),
     "activations": ("silu_mul_kernel", "dynamic_quant_kernel", "static_quant_kernel", "dropout_kernel"),
     "tokens": ("embedding_kernel", "odd_mm_kernel"),
     "experts": ("few_kernel", "many_kernel", "combine_kernel", "route_kernel", "routed_kernel"),
@@ -100,6 +100,7 @@ def cases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Sample]:
     float8 = {"dtype": torch.float8_e4m3fn, "divisor": 448.0, "quant_min": -448.0, "quant_max": 448.0}
     return {
         "graphex::add_rms_norm": Sample((x, up, weight, EPS)),
+        "graphex::rms_norm_add_rms_norm": Sample((x, up, weight, EPS, 1.0, False, weight, EPS, 1.0, False)),
         "graphex::add_rms_norm_dynamic_quant": Sample((x, up, weight, None, EPS), float8),
         "graphex::rms_norm_static_quant": Sample((x, weight, scale, None, EPS)),
         "graphex::dynamic_quant": Sample((make(2, 10240), make(10240))),

@@ -70,6 +70,16 @@ def add_rms_norm(make: Maker) -> Iterator[Sample]:
     yield Sample((make(2, 8), make.row_strided(2, 8), make(8), EPS))
 
 
+def rms_norm_add_rms_norm(make: Maker) -> Iterator[Sample]:
+    for x, weight, options in _norm_inputs(make):
+        how = options.get("weight_offset", 0.0), options.get("cast_before_weight", True)
+        following = {f"next_{name}": value for name, value in options.items()}
+        yield Sample((x, make(*x.shape), weight, EPS, *how, make(x.shape[-1]), 1e-3), following)
+    residual, wide = make.row_strided(2, 8), make(8, dtype=torch.float32)
+    yield Sample((make(2, 8), residual, make(8), EPS, 1.0, False, None, EPS))
+    yield Sample((make.transposed(3, 4, 8), make.transposed(3, 4, 8), None, EPS, 0.0, True, wide, EPS, 1.0))
+
+
 _DYNAMIC: tuple[dict[str, Any], ...] = (
     {},
     {"mode": "reciprocal", "min_scale": 1e-5, "quant_min": -127.0},
@@ -584,6 +594,7 @@ def dropout_seeds(make: Maker) -> Iterator[Sample]:
 SAMPLES: dict[str, Callable[[Maker], Iterator[Sample]]] = {
     "graphex::rms_norm": rms_norm,
     "graphex::rms_norm_add": add_rms_norm,
+    "graphex::rms_norm_add_rms_norm": rms_norm_add_rms_norm,
     "graphex::add_rms_norm": add_rms_norm,
     "graphex::add_rms_norm_cast": add_rms_norm,
     "graphex::dynamic_quant": dynamic_quant,

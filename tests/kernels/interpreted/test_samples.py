@@ -14,6 +14,10 @@ WITH_KERNEL = [name for name, spec in SPECS.items() if spec.kernel is not None]
 # The interpreter's own conversion to float8 does not round to nearest: those are tested on a GPU.
 NOT_INTERPRETED = (torch.float8_e4m3fn,)
 ONLY_16_BIT = "x is torch.float32: how exactly its products are computed is for the library to say"
+NOT_LIKE_X = {
+    "the norm has another type than x and the residual",
+    "the rows of x and of the residual are in another order in memory",
+}
 DECLINED = {
     "graphex::experts": {"x is torch.float32, the experts are torch.float32"},
     "graphex::linears": {ONLY_16_BIT},
@@ -22,10 +26,8 @@ DECLINED = {
     "graphex::silu_mul_linears": {ONLY_16_BIT},
     "graphex::gated_linears": {ONLY_16_BIT},
     "graphex::rms_norm_gated_linears": {ONLY_16_BIT},
-    "graphex::rms_norm_add": {
-        "the norm has another type than x and the residual",
-        "the rows of x and of the residual are in another order in memory",
-    },
+    "graphex::rms_norm_add": NOT_LIKE_X,
+    "graphex::rms_norm_add_rms_norm": NOT_LIKE_X,
     "graphex::odd_mm": {
         "the matrices are not both float16 or bfloat16, on one device",
         "too much of its tiles would be left over",

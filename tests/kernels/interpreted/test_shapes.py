@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -56,6 +57,43 @@ def test_norms(lead, width, dtype, layout, other, cast_first, offset):
     assert took or layout != "contiguous" or other != "contiguous"
 
 
+def assert_is_two_norms(x: Tensor, residual: Tensor, first: Sequence[object], second: Sequence[object]) -> bool:
+    """Whether the kernel with both took these; if it did, it made the bits of the two that it stands for."""
+    found = launcher("graphex::rms_norm_add_rms_norm")(x, residual, *first, *second)
+    total = launcher("graphex::rms_norm_add")(x, residual, *first)
+    assert isinstance(found, Refusal) == isinstance(total, Refusal)
+    if isinstance(found, Refusal):
+        return False
+    y, _ = launcher("graphex::rms_norm")(total, *second)
+    for mine, its in zip(found, (y, total), strict=True):
+        assert (mine.dtype, mine.stride()) == (its.dtype, its.stride())
+        torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
+    return True
+
+
+norms = st.tuples(
+    st.sampled_from([None, 0, 1]), st.sampled_from([1e-5, 0.0]), st.sampled_from([0.0, 1.0]), st.booleans()
+)
+
+
+@FEW
+@given(leading, columns, dtypes, layouts, layouts, norms, norms)
+def test_a_residual_between_two_norms(lead, width, dtype, layout, other, first, second):
+    torch.manual_seed(0)
+    weights = {None: None, 0: torch.randn(width).to(dtype), 1: torch.randn(width).to(dtype)}
+    x, residual = laid_out([*lead, width], dtype, layout), laid_out([*lead, width], dtype, other)
+    took = assert_is_two_norms(x, residual, (weights[first[0]], *first[1:]), (weights[second[0]], *second[1:]))
+    assert took or layout != other
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, torch.inf, torch.nan])
+def test_two_norms_of_rows_that_have_none(value):
+    x, weight = torch.randn(5, 7), torch.randn(7)
+    x[1], x[3, 2] = value, value
+    assert assert_is_two_norms(x, torch.randn(5, 7), (weight, 0.0, 1.0, False), (None, 0.0, 0.0, True))
+
+
 @FEW
 @given(leading, columns, dtypes, layouts, layouts)
 def test_elementwise_and_quantisation(lead, width, dtype, layout, other):
@@ -91,12 +129,21 @@ def test_rotary(batch, tokens, heads, groups, half, dtype, interleaved, heads_fi
     assert check("graphex::rotary", k, cos, sin, interleaved)
 
 
-@pytest.mark.parametrize("name", ["graphex::rms_norm_dynamic_quant", "graphex::rms_norm", "graphex::dynamic_quant"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "graphex::rms_norm_dynamic_quant",
+        "graphex::rms_norm",
+        "graphex::rms_norm_add_rms_norm",
+        "graphex::dynamic_quant",
+    ],
+)
 def test_rows_wider_than_a_tile(name):
     x = torch.randn(2, 20001).half()
     weight = torch.randn(20001).half()
     args = {
         "graphex::rms_norm": (x, weight, 1e-5),
+        "graphex::rms_norm_add_rms_norm": (x, x.flip(0), weight, 1e-5, 0.0, True, weight, 1e-5),
         "graphex::rms_norm_dynamic_quant": (x, weight, None, 1e-5),
         "graphex::dynamic_quant": (x, weight),
     }
@@ -115,6 +162,9 @@ def nothing_is_few(monkeypatch):
 def test_many_rows_share_programs():
     x, weight, scale = torch.randn(7, 1030).half(), torch.randn(1030).half(), torch.rand(1030) + 0.1
     assert check("graphex::rms_norm", x, weight, 1e-5)
+    for width in (3, 100, 1030):
+        norm = weight[:width], 1e-5, 1.0, False
+        assert assert_is_two_norms(x[:, :width].contiguous(), torch.randn(7, width).half(), norm, norm)
     assert check("graphex::rms_norm_static_quant", x, weight, scale, None, 1e-5)
     assert check("graphex::static_quant", x, scale)
     assert check("graphex::dynamic_quant", x)
