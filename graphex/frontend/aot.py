@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
 from graphex.cache.warm import CallSearch, Found, HandedOver, StoredStep
@@ -41,6 +41,8 @@ from graphex.ops.definition import has_triton
 from graphex.passes.pipeline import stages
 from graphex.passes.updates import note_program_writes
 from graphex.records import FellBack, Journal, Record
+from graphex.regions.compiler import has_cpp_compiler
+from graphex.regions.grow import ENOUGH
 from graphex.rewrite.compilation import Compilation
 from graphex.runtime.executable import saved_and_seen
 from graphex.runtime.fast_replay import Bypass, Compiled, StepBypass
@@ -71,7 +73,7 @@ from graphex.torch_private.dynamo import (
     flatten_graph_inputs,
 )
 from graphex.torch_private.graphs import graph_module
-from graphex.torch_private.inductor import start_compilers
+from graphex.torch_private.inductor import start_compilers, start_for_cpu
 from graphex.torch_private.lookup import MissingNameError, check_required
 from graphex.torch_private.symbolic import pytree
 
@@ -158,15 +160,22 @@ def _loading(backward: Deferred, compilation: Compilation) -> AbstractContextMan
     return backward.made_beside(runtime.current_device() if runtime is not None and runtime.is_initialized() else None)
 
 
-def _start_compilers(example_inputs: Sequence[Any], compilation: Compilation) -> None:
-    """Start Triton, and the processes that compile the kernels of regions on a GPU, while the graph is traced."""
-    is_on_gpu = any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs)
-    if not is_on_gpu or not has_triton():
+def _start_compilers(gm: Any, example_inputs: Sequence[Any], compilation: Compilation) -> None:
+    """Start what compiles kernels and regions while the graph is traced: on a GPU Triton, and Inductor's processes for
+    its kernels; on a CPU what its C++ code needs.
+    """
+    has_regions = compilation.config.regions is True and regions_enabled()
+    if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs):
+        calls = (node.op.startswith("call_") for node in getattr(gm, "graph", Graph()).nodes)
+        if has_regions and sum(calls) >= ENOUGH and has_cpp_compiler():
+            start_for_cpu()
+        return
+    if not has_triton():
         return
     from graphex.kernels.compiled import start_triton
 
     start_triton()
-    if compilation.config.regions is True and regions_enabled() and (reason := start_compilers()):
+    if has_regions and (reason := start_compilers()):
         compilation.fall_back("-", "the kernels of regions are compiled in this process", reason)
 
 
@@ -177,7 +186,7 @@ def _aot(
     custom_decompositions: Mapping[Any, Callable[..., Any]] | None,
     call: CallSearch,
 ) -> Compiled:
-    _start_compilers(example_inputs, compilation)
+    _start_compilers(gm, example_inputs, compilation)
     phases = _Phases(gm, example_inputs, compilation, call)
     with counted():
         compiled: Compiled = aot_module_simplified(

@@ -19,8 +19,10 @@ backward reads the mask, which is saved: nothing is drawn twice.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import count
 from math import isfinite, prod
 from typing import Any
@@ -73,7 +75,10 @@ from graphex.rewrite.base import GraphPass, Work
 from graphex.rewrite.metadata import evaluate, fake_mode_of, inherit
 from graphex.rewrite.partition import bring_together
 from graphex.torch_private.dynamo import TensorifyScalarRestartAnalysis
+from graphex.torch_private.inductor import kernels_awaited_later
 from graphex.torch_private.symbolic import pytree
+
+Waits = Sequence[Callable[[], None]]  # for kernels of a region
 
 aten = torch.ops.aten
 ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
@@ -172,17 +177,21 @@ class CompileRegions(GraphPass):
         """The code of each kind of regions, and the outcome of its trial; None, with a record, for one that does not
         compile or run.
 
-        Inductor compiles one after the other: its configuration, and what tracing changes, are the whole process's. The
-        kernels of a region compile side by side, in Inductor's processes, and those of graphex beside them, in threads.
+        Inductor writes one after the other: its configuration, and what tracing changes, are the whole process's. The
+        kernels of a region compile side by side, on a CPU beside what is written next, and graphex's beside them.
         """
+        written: dict[Hashable, tuple[list[RegionCode], Waits]] = {}
         codes: dict[Hashable, list[RegionCode]] = {}
         made: dict[Hashable, tuple[RegionCode, Outcome] | None] = dict.fromkeys(kinds)
         with shown_on_terminal() as say:
             with _kernels_meanwhile(work.graph), _libraries_meanwhile(work.graph, device):
                 for number, (key, plan) in enumerate(kinds.items(), 1):
                     say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
-                    with self._or_as_it_is(work, plan):
-                        codes[key] = _codes(plan.body, patches)
+                    with self._or_as_it_is(work, plan), _awaited_later(device, patches) as waits:
+                        written[key] = _codes(plan.body, patches), waits
+                for key, each in written.items():
+                    with self._or_as_it_is(work, kinds[key]):
+                        codes[key] = _with_kernels(*each)
             for key in codes:
                 with self._or_as_it_is(work, kinds[key]):
                     made[key] = _tried(kinds[key].body, codes[key], key, device)
@@ -233,6 +242,18 @@ def _codes(body: GraphModule, patches: dict[str, Any]) -> list[RegionCode]:
     """The code of a region; for max-autotune also the usual one, which it has to beat."""
     code = compile_region(body, patches)
     return [code, compile_region(body, as_usual(patches))] if code.autotuned and may_try(body) else [code]
+
+
+def _awaited_later(device: torch.device, patches: Mapping[str, Any]) -> AbstractContextManager[Waits]:
+    return kernels_awaited_later(patches) if device.type == "cpu" else nullcontext(())
+
+
+def _with_kernels(codes: list[RegionCode], waits: Waits) -> list[RegionCode]:
+    """The codes of a region when their kernels are compiled."""
+    began = time.perf_counter()
+    for wait in waits:
+        wait()
+    return [replace(code, seconds=code.seconds + time.perf_counter() - began) for code in codes]
 
 
 def _tried(

@@ -148,6 +148,11 @@ _FOR_LOGS = {"_fx_graph_cache_debug_lines": [], "runnable_graph_str": "", "induc
 _ISA_OK = {"cpp.vec_isa_ok": True}
 _PATTERNS = "torch._inductor.fx_passes.joint_graph.pass_patterns"  # matched before the key of Inductor's cache is made
 _leaving_out = threading.RLock()
+_begun: list[threading.Thread] = []  # of `start_for_cpu`
+_RUN_BY_INDUCTOR = (  # settings with which it runs what it compiles
+    *("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning"),
+    *("benchmark_kernel", "benchmark_fusion", "benchmark_combo_kernel", "profile_bandwidth", "cpp_wrapper"),
+)
 _NAMES = (
     "torch._inductor.compile_fx.compile_fx_inner",
     "torch._functorch.config.patch",
@@ -271,6 +276,26 @@ def inductor_compile(
     return artifact, made
 
 
+@contextmanager
+def kernels_awaited_later(patches: Mapping[str, Any]) -> Iterator[list[Callable[[], None]]]:
+    """Inside, Inductor does not wait for the kernels of its code: they compile while it writes the next.
+
+    Yields what waits for them, to be called before the code is. For C++ alone: Inductor stores the binaries of Triton
+    kernels with the code, when it has waited. Not where it may run the code itself, to time it.
+    """
+    waits: list[Callable[[], None]] = []
+    settings = find("torch._inductor.config").get_config_copy() | patches
+    if any(settings.get(name) for name in _RUN_BY_INDUCTOR):
+        yield waits
+        return
+
+    def wait(original: Callable[..., Any], *args: Any) -> None:
+        waits.append(partial(copy_context().run, original, *args))
+
+    with replaced_in_this_thread(find("torch._inductor.async_compile.AsyncCompile"), "wait", wait):
+        yield waits
+
+
 def _kernels_side_by_side() -> AbstractContextManager[None]:
     """Compile the Triton kernels of a region in threads for as long as Inductor's processes for them are not there.
 
@@ -349,11 +374,33 @@ def _floats_are_tensors(fake_mode: FakeTensorMode) -> Iterator[None]:
 # -- code for another process ------------------------------------------------------------------------------------------
 
 
+def start_for_cpu() -> None:
+    """Do in a thread, once in a process, what Inductor does before it compiles its first C++ code: it tries the CPU's
+    instructions, and hashes torch and Triton for the keys of its cache. Python is free in most of these two seconds.
+    """
+    if not _begun:
+        _begun.append(threading.Thread(target=copy_context().run, args=(_get_ready,), name="graphex: trying the CPU"))
+        _begun[0].daemon = True
+        _begun[0].start()
+
+
+def _get_ready() -> None:
+    for step in (_try_instruction_set, find(_SOURCES), find("torch._inductor.codecache.CacheBase").get_system):
+        with suppress(Exception):  # it is raised again where it is needed
+            step()
+
+
 def try_instruction_set() -> None:
     """Try the newest instruction set of this CPU, for which Inductor compiles, and none of the older ones if it works.
 
     Inductor tries all of them, for seconds, and takes the first. It is left to where a setting may ask for another.
     """
+    for thread in _begun:
+        thread.join()
+    _try_instruction_set()
+
+
+def _try_instruction_set() -> None:
     module, config = find("torch._inductor.cpu_vec_isa"), find("torch._inductor.config")
     listed: Any = getattr(module, "valid_vec_isa_list", None)
     settings = (config.cpp.vec_isa_ok, config.cpp.simdlen, os.environ.get("ATEN_CPU_CAPABILITY"))
