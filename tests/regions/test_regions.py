@@ -28,6 +28,7 @@ from graphex.regions.compiler import tried
 from tests.harness import host_ops
 from tests.harness.compiling import uncompiled_region
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
+from tests.harness.processes import python
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -1234,6 +1235,63 @@ def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     assert torch.equal(run(x), chain(x))
     (record,) = graphex.journal(run).fallbacks
     assert record.reason == "RuntimeError: no room for another kernel"
+
+
+TWO_REGIONS = """
+import torch, graphex
+
+@torch.library.custom_op("graphex_tests::apart", mutates_args=())
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+apart.register_fake(torch.empty_like)
+
+def model(x):
+    y = apart(torch.tanh(x * 2 + 1).mean(-1, keepdim=True) * x)
+    return (y * 3).sin().sum(-1, keepdim=True) + y
+
+x, run = torch.randn(64, 128), torch.compile(model, backend="graphex")
+torch.testing.assert_close(run(x), model(x))
+journal = graphex.journal(run)
+print([record.status for record in journal.regions], [record.what for record in journal.fallbacks])
+"""
+COMPILER = """#!/bin/sh
+code=$(echo "$@" | tr " " "\\n" | grep "\\.cpp$")
+has() { grep -q "\\.$1()" $code /dev/null; }
+"""
+FAILS_FOR_ONE = (
+    COMPILER
+    + """
+has tanh && exit 1
+exec c++ "$@"
+"""
+)
+ONE_WAITS_FOR_THE_OTHER = (
+    COMPILER
+    + """
+has sin && touch $(dirname $0)/begun
+has tanh && for tenth in $(seq 300); do test -e $(dirname $0)/begun || sleep 0.1; done
+has tanh && ! test -e $(dirname $0)/begun && exit 1
+exec c++ "$@"
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "expected"),
+    [
+        (FAILS_FOR_ONE, "['compiled'] ['a region of 5 nodes is not compiled']"),
+        (ONE_WAITS_FOR_THE_OTHER, "['compiled', 'compiled'] []"),
+    ],
+    ids=["fails for one", "one waits for the other"],
+)
+def test_the_code_of_regions_compiles_side_by_side(tmp_path, compiler, expected):
+    script = tmp_path / "cxx"
+    script.write_text(compiler)
+    script.chmod(0o755)
+    variables = {"GRAPHEX_REGIONS": "on", "CXX": str(script), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}
+    assert python("-c", TWO_REGIONS, **variables, **folder).stdout.strip() == expected
 
 
 def test_settings_of_inductor_hold_for_a_graph_that_dynamo_does_not_compile():
