@@ -171,18 +171,7 @@ def rms_norm_add(x: Tensor, residual: Tensor, *norm: Any, **options: Any) -> Ten
     rows=RowRule("last_dim", ("x", "residual")),
     inlines=True,
 )
-def rms_norm_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-    next_weight: Tensor | None,
-    next_eps: float,
-    next_weight_offset: float = 0.0,
-    next_cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
+def rms_norm_add_rms_norm(x: Tensor, residual: Tensor, *norms: Any, **of_next: Any) -> tuple[Tensor, Tensor]:
     """The residual, the RMSNorm of what a layer made of it, and the RMSNorm of their sum: the norms around a layer.
 
         sum  = rms_norm_add(x, residual, weight, eps, weight_offset, cast_before_weight)
@@ -190,8 +179,8 @@ def rms_norm_add_rms_norm(
 
     The sum is rounded to its type before its norm. For inference: it has no derivative.
     """
-    total = rms_norm_add(x, residual, weight, eps, weight_offset, cast_before_weight)
-    y, _ = rms_norm(total, next_weight, next_eps, next_weight_offset, next_cast_before_weight)
+    total = rms_norm_add(x, residual, *norms[:4])
+    y, _ = rms_norm(total, *norms[4:], **{name.removeprefix("next_"): value for name, value in of_next.items()})
     return y, total
 
 
