@@ -45,6 +45,7 @@ from graphex.torch_private.graphs import copy_module
 from graphex.torch_private.symbolic import pytree
 
 aten = torch.ops.aten
+LEAST = 1e-6  # of a budget with which torch asks what has to be saved
 _MARK = "recompute"  # torch's mark of a checkpoint on a node
 _VIEWS = (
     *(aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
@@ -107,9 +108,10 @@ def partition(
 
 def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kwargs: dict[str, Any]) -> Any:
     """Cut a joint graph where the fewest bytes are saved for backward."""
+    budget = _keep_random(joint, compilation.config.activation_memory_budget)
     plain = copy_module(joint)
     try:
-        with memory_budget(compilation.config.activation_memory_budget):
+        with memory_budget(budget):
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     except Exception as error:
         compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
@@ -120,6 +122,20 @@ def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kw
         compilation.journal.fall_back(FellBack("-", what, reason), warn=False)
         return default_partition(plain, inputs, **kwargs)
     return forward, backward
+
+
+def _keep_random(joint: GraphModule, budget: float) -> float:
+    """Have random numbers saved, and return the budget for the rest.
+
+    With a budget torch computes again what it does not know to be random, such as the `bernoulli` of dropout on a CPU,
+    and with one of 0 all that is no input: the backward would draw other numbers.
+    """
+    found = [node for node in joint.graph.nodes if is_random(node) and _MARK not in node.meta]
+    if budget >= 1 or not found:
+        return budget
+    for node in found:
+        node.meta[_MARK] = CheckpointPolicy.MUST_SAVE
+    return max(budget, LEAST)
 
 
 def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:

@@ -44,12 +44,12 @@ from graphex.regions.members import inlined_ops, is_generated, rounds_quotients
 from graphex.torch_private.graphs import around_python_dispatcher
 from graphex.torch_private.inductor import (
     OutputCode,
+    flags_of_cpp,
     inductor_compile,
     known_settings,
     runner_of,
     try_instruction_set,
     without_inductor,
-    wrapping_integers,
 )
 from graphex.torch_private.memory import extent
 from graphex.torch_private.symbolic import hint_of, mode_of
@@ -131,7 +131,7 @@ def settings(config: CompilerConfig) -> dict[str, Any]:
         "emulate_precision_casts": exact,
         "eager_numerics.division_rounding": exact,
         "eager_numerics.disable_ftz": exact,
-        **wrapping_integers(),
+        **flags_of_cpp(),
     }
     if config.mode.startswith("max-autotune"):
         patches |= AUTOTUNING

@@ -33,7 +33,8 @@ from graphex.analysis.effects import (
     operator_of,
     synchronisation,
 )
-from graphex.analysis.shapes import known_equal
+from graphex.analysis.graphs import argument
+from graphex.analysis.shapes import known_contiguous, known_equal
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.regions.indices import ADDS_BY, PARTS, SAME_ELEMENTS, lookups_of, why_not_added
@@ -82,6 +83,11 @@ _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+_PUTS = frozenset(
+    {aten.index_put, aten._unsafe_index_put, aten.index_add, aten.index_copy, aten._unsafe_masked_index_put_accumulate}
+)
+_OTHER_STRIDES = frozenset({aten.roll, aten.channel_shuffle, aten.native_channel_shuffle})
 _ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
 _VARIANCES = frozenset({aten.var, aten.std, aten.var_mean, aten.std_mean})
@@ -229,6 +235,14 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
     if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
+    if op is not None and op.overloadpacket in _PUTS and _reads_what_it_writes(node):
+        return "Inductor may write over what it is still to read: its values are those of what it writes to"
+    if (
+        op is not None
+        and op.overloadpacket in _OTHER_STRIDES
+        and not known_contiguous(node.all_input_nodes[0].meta["val"])
+    ):
+        return "torch's trace has other strides for its result than eager"
     if op is not None and op.overloadpacket in _VARIANCES and _reads_one_number(node):
         return "Inductor takes the variance of one number for 0, also of nan"
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
@@ -260,6 +274,22 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     if op.overloadpacket is aten.nextafter and value.dtype.itemsize == 2:
         return "Inductor computes it in float32, where the next number is another one"
     return _why_not_rounded(node, value.dtype, device)
+
+
+def _reads_what_it_writes(put: Node) -> bool:
+    """Whether the values that an op puts somewhere are a view or a copy of the memory that it puts them into."""
+    target, values = put.args[0], argument(put, "values", argument(put, "source"))
+    return isinstance(target, Node) and isinstance(values, Node) and _copied_from(target) is _copied_from(values)
+
+
+def _copied_from(value: Node) -> Node:
+    while value.all_input_nodes and (is_view(value) or operator_of(value) in _COPIES):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def _reads_row_by_row(node: Node) -> bool:
+    return known_contiguous(node.all_input_nodes[0].meta["val"])
 
 
 def _reads_one_number(node: Node) -> bool:

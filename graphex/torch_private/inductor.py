@@ -190,13 +190,15 @@ def known_settings(patches: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name in known}
 
 
-def wrapping_integers() -> dict[str, str]:
+def flags_of_cpp() -> dict[str, str]:
     """The setting that lets integers of C++ code wrap around, as eager's do: else `x + 1 > x` is true to a compiler.
+    Inductor has no setting for flags of one's own; this one is a flag's value, which other flags may follow.
 
-    Inductor has no setting for flags of one's own; this one is a flag's value, which the next flag may follow.
+    The name that is defined tells the code from what Inductor has in its cache for the same graph, and wrote without
+    the changes here. It counts them.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=1"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -267,6 +269,7 @@ def inductor_compile(
         _without_complaint(),
         _without_patterns(left_out),
         _kernels_side_by_side(),
+        _in_order(),
     ):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
@@ -316,6 +319,26 @@ def _kernels_side_by_side() -> AbstractContextManager[None]:
         return find("torch._inductor.codecache.LambdaFuture")(made.result, future=made)
 
     return replaced_in_this_thread(compiler, "triton", triton)
+
+
+def _in_order() -> AbstractContextManager[None]:
+    """Have Inductor up to torch 2.13 keep a kernel behind the writes that it waits for, when it changes its loops.
+
+    It forgets which buffers were written to in the meantime: of `zeros.index_add(...)` beside a broadcast, what reads
+    the sums could run before them.
+    """
+    if torch.__version__ >= "2.14":
+        return nullcontext()
+    added = tuple(find(f"torch._inductor.dependencies.{name}") for name in ("WeakDep", "StarDep"))
+
+    def recompute(original: Callable[..., Any], node: Any, *args: Any, **kwargs: Any) -> None:
+        waits = type(node.read_writes.reads)(each for each in node.read_writes.reads if isinstance(each, added))
+        original(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.with_read(waits).rename(node.mutation_renames))
+
+    return replaced_in_this_thread(
+        find("torch._inductor.scheduler.SchedulerNode"), "recompute_size_and_body", recompute
+    )
 
 
 def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -53,6 +53,25 @@ def statuses(run) -> list[str]:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("put", ["add", "put", "copy", "part"])
+def test_rows_that_are_put_among_themselves_are_read_before_they_are_written(put):
+    def program(x, to, by):
+        y = (x * 2).sin()
+        return {
+            "add": lambda: y.index_add(0, by, y),
+            "put": lambda: y.index_put((to,), y),
+            "copy": lambda: y.index_copy(0, to, y),
+            "part": lambda: y.index_add(0, by[:99], y[1:100]),
+        }[put]().cos() + 1
+
+    x, to, by = torch.randn(512, 64), torch.randperm(512), torch.randint(512, (512,))
+    args = [each.cuda() for each in (x, to, by)]
+    run, wanted = compiled(program), program(*args)
+    for _ in range(CALLS):
+        close(run(*args), wanted, 1e-3)
+
+
+@torch.no_grad()
 def test_processes_of_inductors_that_cannot_start_are_on_record(monkeypatch):
     def no_room() -> None:
         raise OSError("no room for a process")

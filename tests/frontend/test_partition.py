@@ -54,6 +54,27 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("draw", ["dropout", "rand", "normal"])
+def test_a_smaller_budget_draws_no_number_twice(draw, budget):
+    drawn = {
+        "dropout": lambda x: functional.dropout(x, 0.5),
+        "rand": lambda x: x * torch.rand(8, 8),
+        "normal": lambda x: x * torch.normal(x.detach().abs()),
+    }[draw]
+
+    def model(x, w):
+        return drawn(torch.sin(x @ w)).tanh() @ w
+
+    compiled, found = compile_it(model, activation_memory_budget=budget), []
+    for run in (model, compiled):
+        torch.manual_seed(1)
+        x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+        y = run(x, w)
+        found.append((y, *torch.autograd.grad(y.sum(), (x, w)), torch.rand(1)))
+    torch.testing.assert_close(*found)
+
+
 def test_a_checkpoint_with_dropout_draws_the_same_numbers_again():
     def model(x, w):
         return checkpoint(lambda x: ((x @ w).sin() * functional.dropout(x, 0.5)).tanh(), x, use_reentrant=False).sum()

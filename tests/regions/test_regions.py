@@ -442,6 +442,73 @@ def test_with_several_threads_sums_by_index_stay_outside_and_in_order():
     close(found, image.grad)
 
 
+def test_sums_by_index_are_read_when_they_are_made():
+    """Inductor joins a loop over two dimensions with one over both, and must not forget what it has to wait for."""
+
+    def sums(x, w, i, v):
+        y = x * w
+        zeros = torch.zeros(6, 8)
+        summed = y + zeros.index_add(0, i, v)
+        return y, summed, summed * w + zeros.scatter_add(0, i[:, None].expand(10, 8), v)
+
+    run, args = compiled(sums), (torch.randn(6, 8), torch.randn(8), torch.randint(6, (10,)), torch.randn(10, 8))
+    close(run(*args), sums(*args))
+    assert not borders(run)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_gradient_of_an_image_that_is_resized_beside_another_loss(threads):
+    def loss(x):
+        resized = nn.functional.interpolate(x, scale_factor=2, mode="bicubic")
+        return resized.square().sum() + (x[:, :, 1:] - x[:, :, :-1]).square().sum()
+
+    x = torch.randn(2, 3, 6, 8, requires_grad=True)
+    torch.set_num_threads(threads)
+    try:
+        run = compiled(loss)
+        (found,) = torch.autograd.grad(run(x), x)
+    finally:
+        torch.set_num_threads(1)
+    close(found, *torch.autograd.grad(loss(x), x))
+    assert not borders(run)
+
+
+PUTS = {
+    "add": lambda x, to, by: x.index_add(0, by, x),
+    "add a part": lambda x, to, by: x.index_add(0, by[:4], x[1:5]),
+    "add a copy": lambda x, to, by: x.index_add(0, by, x.clone()),
+    "add columns": lambda x, to, by: x.t().index_add(1, by, x.t()),
+    "accumulate": lambda x, to, by: x.index_put((by,), x, accumulate=True),
+    "put": lambda x, to, by: x.index_put((to,), x),
+    "copy": lambda x, to, by: x.index_copy(0, to, x.flip(0).flip(0)),
+    "copy itself": lambda x, to, by: x.index_copy(0, to, x),
+    "twice": lambda x, to, by: x.index_add(0, by, x * 2).index_add(0, by, x),
+}
+
+
+@pytest.mark.parametrize("name", PUTS)
+def test_rows_that_are_put_among_themselves_are_read_before_they_are_written(name):
+    def program(x, to, by):
+        return PUTS[name]((x * 2).sin(), to, by).cos() + 1
+
+    run, x = compiled(program), torch.randn(6, 8)
+    args = x, torch.tensor([3, 0, 5, 4, 1, 2]), torch.tensor([3, 3, 5, 4, 1, 1])
+    close(run(*args), program(*args))
+
+
+@pytest.mark.parametrize("name", ["roll", "channel_shuffle"])
+def test_what_torch_traces_with_other_strides_keeps_eagers(uncompiled, name):
+    def program(x):
+        y = (x * 2).sin()
+        return (y.roll(1, 1) if name == "roll" else nn.functional.channel_shuffle(y, 2)), y + 1
+
+    x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    run = compiled(program)
+    for found, wanted in zip(run(x), program(x), strict=True):
+        assert found.stride() == wanted.stride()
+        close(found, wanted)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(5.0)}, {"reduction": "sum"}],
