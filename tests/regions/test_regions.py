@@ -442,14 +442,13 @@ def test_with_several_threads_sums_by_index_stay_outside_and_in_order():
     close(found, image.grad)
 
 
-def test_sums_by_index_are_read_when_they_are_made():
+@pytest.mark.parametrize("kind", ["rows", "numbers"])
+def test_sums_by_index_are_read_when_they_are_made(kind):
     """Inductor joins a loop over two dimensions with one over both, and must not forget what it has to wait for."""
 
     def sums(x, w, i, v):
-        y = x * w
-        zeros = torch.zeros(6, 8)
-        summed = y + zeros.index_add(0, i, v)
-        return y, summed, summed * w + zeros.scatter_add(0, i[:, None].expand(10, 8), v)
+        y, zeros, each = x * w, torch.zeros(6, 8), i[:, None].expand(10, 8)
+        return y, y + (zeros.index_add(0, i, v) if kind == "rows" else zeros.scatter_add(0, each, v))
 
     run, args = compiled(sums), (torch.randn(6, 8), torch.randn(8), torch.randint(6, (10,)), torch.randn(10, 8))
     close(run(*args), sums(*args))
