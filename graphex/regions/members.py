@@ -87,6 +87,7 @@ _COPIES = frozenset({aten.clone.default, aten._to_copy.default, torch.ops.prims.
 _PUTS = frozenset(
     {aten.index_put, aten._unsafe_index_put, aten.index_add, aten.index_copy, aten._unsafe_masked_index_put_accumulate}
 )
+_POOLS = frozenset({aten.adaptive_max_pool2d, aten.adaptive_max_pool3d})
 _OTHER_STRIDES = frozenset({aten.roll, aten.channel_shuffle, aten.native_channel_shuffle})
 _ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
 _SEARCHES = frozenset({aten.searchsorted, aten.bucketize})
@@ -243,6 +244,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         and not known_contiguous(node.all_input_nodes[0].meta["val"])
     ):
         return "torch's trace has other strides for its result than eager"
+    if op is not None and op.overloadpacket in _POOLS and _types_of_read(node, (1,)):
+        return "Inductor finds another place than eager for nan"
     if op is not None and op.overloadpacket in _VARIANCES and _reads_one_number(node):
         return "Inductor takes the variance of one number for 0, also of nan"
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):

@@ -495,6 +495,17 @@ def test_rows_that_are_put_among_themselves_are_read_before_they_are_written(nam
     close(run(*args), program(*args))
 
 
+def test_a_pool_finds_nan_where_eager_does():
+    def program(x):
+        values, places = nn.functional.adaptive_max_pool2d((x * 2).sin(), (2, 3), return_indices=True)
+        return values.cos() + 1, places + 1
+
+    x = torch.randn(1, 2, 7, 9)
+    x[0, 0, 1:3, 1:3] = nan
+    for found, wanted in zip(compiled(program)(x), program(x), strict=True):
+        torch.testing.assert_close(found, wanted, **CLOSE, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["roll", "channel_shuffle"])
 def test_what_torch_traces_with_other_strides_keeps_eagers(uncompiled, name):
     def program(x):
