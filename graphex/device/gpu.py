@@ -12,8 +12,8 @@ for Ascend's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -265,50 +265,6 @@ class GpuStreams(StreamSet):
 
 _HEAD_START = 1_000_000  # cycles: about half a millisecond, in which the host launches a graph several times
 _DEFAULT_STREAM = 0  # CUDA refuses to capture on it
-# -- libraries ---------------------------------------------------------------------------------------------------------
-
-
-_asked_for: set[tuple[torch.device, str]] = set()
-
-
-@contextmanager
-def loading_libraries(device: torch.device, libraries: Iterable[str]) -> Iterator[None]:
-    """Load libraries of CUDA, `cublas` and `cudnn`, for a device while the block runs, once in a process.
-
-    Their first call takes 0.3 to 1.7 s, by the speed of the disk, in which Python is free. Not where a capture, or an
-    error of deterministic algorithms, would know of the call.
-    """
-    wanted = [each for each in _FIRST_CALLS if each in libraries and (device, each) not in _asked_for]
-    if not wanted or is_capturing() or torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    _asked_for.update((device, each) for each in wanted)
-    thread = threading.Thread(target=_load, args=(device, wanted), name="graphex: loading libraries")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def _load(device: torch.device, libraries: Sequence[str]) -> None:
-    with suppress(Exception), no_other_capture(0) as is_free:  # the call that needs it raises the error again
-        if is_free:
-            for each in libraries:
-                _FIRST_CALLS[each](device)
-
-
-def _first_products(device: torch.device) -> None:
-    x = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    torch.mm(x, x)
-    torch.addmm(x[0], x, x)  # by cuBLASLt
-
-
-def _first_convolution(device: torch.device) -> None:
-    torch.conv2d(torch.zeros(1, 8, 8, 8, device=device), torch.zeros(8, 8, 3, 3, device=device))
-
-
-_FIRST_CALLS = {"cublas": _first_products, "cudnn": _first_convolution}
 _CORES_AT_A_TIME = 8  # what every GPU that can be divided can be divided by
 
 

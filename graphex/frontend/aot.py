@@ -176,7 +176,7 @@ def _start_compilers(gm: Any, example_inputs: Sequence[Any], compilation: Compil
 
     start_triton()
     if has_regions and (reason := start_compilers()):
-        compilation.fall_back("-", "the kernels of regions are compiled in this process", reason)
+        compilation.fall_back("-", "the kernels of regions are compiled in this process, one by one", reason)
 
 
 def _aot(

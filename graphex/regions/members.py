@@ -238,11 +238,7 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return reason
     if op is not None and op.overloadpacket in _PUTS and _reads_what_it_writes(node):
         return "Inductor may write over what it is still to read: its values are those of what it writes to"
-    if (
-        op is not None
-        and op.overloadpacket in _OTHER_STRIDES
-        and not known_contiguous(node.all_input_nodes[0].meta["val"])
-    ):
+    if op is not None and op.overloadpacket in _OTHER_STRIDES and not _reads_row_by_row(node):
         return "torch's trace has other strides for its result than eager"
     if op is not None and op.overloadpacket in _POOLS and _types_of_read(node, (1,)):
         return "Inductor finds another place than eager for nan"

@@ -85,10 +85,6 @@ ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 NOTHING = "nothing is compiled in regions"
 ODD = "odd_product"
 LARGEST = 2**16  # elements of a constant that is kept on the device
-LIBRARIES = {  # that regions call for these ops
-    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), "cublas"),
-    aten.convolution.default: "cudnn",
-}
 # Ops that make the same tensor of the same numbers in every call.
 FACTORIES = frozenset(
     getattr(torch.ops.aten, name) for name in ("arange", "full", "ones", "zeros", "linspace", "eye", "scalar_tensor")
@@ -178,13 +174,14 @@ class CompileRegions(GraphPass):
         compile or run.
 
         Inductor writes one after the other: its configuration, and what tracing changes, are the whole process's. The
-        kernels of a region compile side by side, on a CPU beside what is written next, and graphex's beside them.
+        kernels of a region compile side by side, in Inductor's processes, or on a CPU in its threads, beside the region
+        that is written next; those of graphex beside them, in threads.
         """
         written: dict[Hashable, tuple[list[RegionCode], Waits]] = {}
         codes: dict[Hashable, list[RegionCode]] = {}
         made: dict[Hashable, tuple[RegionCode, Outcome] | None] = dict.fromkeys(kinds)
         with shown_on_terminal() as say:
-            with _kernels_meanwhile(work.graph), _libraries_meanwhile(work.graph, device):
+            with _kernels_meanwhile(work.graph):
                 for number, (key, plan) in enumerate(kinds.items(), 1):
                     say(f"compiling region {number} of {len(kinds)} ({len(plan.nodes)} nodes)")
                     with self._or_as_it_is(work, plan), _awaited_later(device, patches) as waits:
@@ -226,16 +223,6 @@ def _kernels_meanwhile(graph: Graph) -> Iterator[None]:
 
     with compiling_kernels(filter(is_ours, graph.nodes)):
         yield
-
-
-def _libraries_meanwhile(graph: Graph, device: torch.device) -> AbstractContextManager[None]:
-    """The libraries that the regions call load while the block runs."""
-    if device.type != "cuda":
-        return nullcontext()
-    from graphex.device.gpu import loading_libraries
-
-    ops = (operator_of(node) for node in graph.nodes)
-    return loading_libraries(device, {LIBRARIES[op] for op in ops if op in LIBRARIES})
 
 
 def _codes(body: GraphModule, patches: dict[str, Any]) -> list[RegionCode]:

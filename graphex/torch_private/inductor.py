@@ -175,7 +175,7 @@ def without_inductor() -> str:
 def start_compilers() -> str:
     """Start Inductor's processes for Triton kernels, where it has some; why they cannot be started, if so.
 
-    They take seconds, and kernels that are to be compiled before they are there are compiled in threads of this one.
+    They take seconds, and kernels that are to be compiled before they are there are compiled here, one by one.
     """
     try:
         find("torch._inductor.async_compile.maybe_warm_pool")()
@@ -268,7 +268,6 @@ def inductor_compile(
         without_cache,
         _without_complaint(),
         _without_patterns(left_out),
-        _kernels_side_by_side(),
         _in_order(),
     ):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
@@ -297,28 +296,6 @@ def kernels_awaited_later(patches: Mapping[str, Any]) -> Iterator[list[Callable[
 
     with replaced_in_this_thread(find("torch._inductor.async_compile.AsyncCompile"), "wait", wait):
         yield waits
-
-
-def _kernels_side_by_side() -> AbstractContextManager[None]:
-    """Compile the Triton kernels of a region in threads for as long as Inductor's processes for them are not there.
-
-    They take seconds to start. Inductor compiles one kernel after the other until then.
-    """
-    if not torch.cuda.is_available():
-        return nullcontext()
-    compiler, device = find("torch._inductor.async_compile.AsyncCompile"), torch.cuda.current_device()
-
-    def in_thread(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        torch.cuda.set_device(device)
-        return compile(*args, **kwargs)
-
-    def triton(one_by_one: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if find("torch._inductor.async_compile.get_compile_threads")() <= 1 or compiler.use_process_pool():
-            return one_by_one(*args, **kwargs)
-        made = compiler.pool().submit(copy_context().run, in_thread, one_by_one, *args, **kwargs)
-        return find("torch._inductor.codecache.LambdaFuture")(made.result, future=made)
-
-    return replaced_in_this_thread(compiler, "triton", triton)
 
 
 def _in_order() -> AbstractContextManager[None]:
