@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphex.analysis import Aliases, is_random, node_line, written_arguments
 from graphex.analysis.aliasing import RETURNED
+from graphex.analysis.effects import bodies_of
 from graphex.analysis.memory import bytes_of
 from graphex.analysis.shapes import known_contiguous
 from graphex.env import regions_enabled
@@ -130,12 +131,17 @@ def _keep_random(joint: GraphModule, budget: float) -> float:
     With a budget torch computes again what it does not know to be random, such as the `bernoulli` of dropout on a CPU,
     and with one of 0 all that is no input: the backward would draw other numbers.
     """
-    found = [node for node in joint.graph.nodes if is_random(node) and _MARK not in node.meta]
+    found = [node for node in joint.graph.nodes if _draws(node) and _MARK not in node.meta]
     if budget >= 1 or not found:
         return budget
     for node in found:
         node.meta[_MARK] = CheckpointPolicy.MUST_SAVE
     return max(budget, LEAST)
+
+
+def _draws(node: Node) -> bool:
+    """Whether a node draws random numbers, or runs a graph that does."""
+    return is_random(node) or any(_draws(each) for body in bodies_of(node) for each in body.graph.nodes)
 
 
 def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:

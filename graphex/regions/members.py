@@ -34,7 +34,7 @@ from graphex.analysis.effects import (
     synchronisation,
 )
 from graphex.analysis.graphs import argument
-from graphex.analysis.shapes import known_contiguous, known_equal
+from graphex.analysis.shapes import is_dense, known_contiguous, known_equal
 from graphex.ops.definition import SPECS, OpSpec
 from graphex.ops.scope import CORES
 from graphex.regions.indices import ADDS_BY, PARTS, SAME_ELEMENTS, lookups_of, why_not_added
@@ -87,6 +87,10 @@ _COPIES = frozenset({aten.clone.default, aten._to_copy.default, torch.ops.prims.
 _PUTS = frozenset(
     {aten.index_put, aten._unsafe_index_put, aten.index_add, aten.index_copy, aten._unsafe_masked_index_put_accumulate}
 )
+_WRITE_A_COPY = _PUTS | {  # of their first argument
+    *(aten.scatter, aten.scatter_add, aten.scatter_reduce, aten.index_fill, aten.index_reduce, aten.masked_scatter),
+    *(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter),
+}
 _POOLS = frozenset({aten.adaptive_max_pool2d, aten.adaptive_max_pool3d})
 _OTHER_STRIDES = frozenset({aten.roll, aten.channel_shuffle, aten.native_channel_shuffle})
 _ABSOLUTE = frozenset({aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter})
@@ -238,6 +242,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
         return reason
     if op is not None and op.overloadpacket in _PUTS and _reads_what_it_writes(node):
         return "Inductor may write over what it is still to read: its values are those of what it writes to"
+    if op is not None and op.overloadpacket in _WRITE_A_COPY and not all(map(_has_places, (node.args[0], node))):
+        return "elements of what it writes to may share memory, which Inductor does not mind"
     if op is not None and op.overloadpacket in _OTHER_STRIDES and not _reads_row_by_row(node):
         return "torch's trace has other strides for its result than eager"
     if op is not None and op.overloadpacket in _POOLS and _types_of_read(node, (1,)):
@@ -279,6 +285,12 @@ def _reads_what_it_writes(put: Node) -> bool:
     """Whether the values that an op puts somewhere are a view or a copy of the memory that it puts them into."""
     target, values = put.args[0], argument(put, "values", argument(put, "source"))
     return isinstance(target, Node) and isinstance(values, Node) and _copied_from(target) is _copied_from(values)
+
+
+def _has_places(node: Any) -> bool:
+    """Whether each element of a value certainly has a place of its own."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and (is_dense(value) or known_contiguous(value))
 
 
 def _copied_from(value: Node) -> Node:

@@ -198,7 +198,7 @@ def flags_of_cpp() -> dict[str, str]:
     the changes here. It counts them.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=1"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=2"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -268,7 +268,7 @@ def inductor_compile(
         without_cache,
         _without_complaint(),
         _without_patterns(left_out),
-        _in_order(),
+        _mended(),
     ):
         options: dict[str, Any] = {"inner_compile": inner, "config_patches": dict(patches)}
         if inlined:
@@ -298,24 +298,35 @@ def kernels_awaited_later(patches: Mapping[str, Any]) -> Iterator[list[Callable[
         yield waits
 
 
-def _in_order() -> AbstractContextManager[None]:
-    """Have Inductor up to torch 2.13 keep a kernel behind the writes that it waits for, when it changes its loops.
+@contextmanager
+def _mended() -> Iterator[None]:
+    """Have Inductor write right code where it is known not to."""
+    kernel, tile = find("torch._inductor.scheduler.SchedulerNode"), find("torch._inductor.codegen.cpp.CppTile2DKernel")
+    with replaced_in_this_thread(tile, "transform_indexing", _within_tile_once):
+        if torch.__version__ >= "2.14":
+            yield
+            return
+        with replaced_in_this_thread(kernel, "recompute_size_and_body", _recompute_in_order):
+            yield
 
-    It forgets which buffers were written to in the meantime: of `zeros.index_add(...)` beside a broadcast, what reads
-    the sums could run before them.
+
+def _within_tile_once(original: Callable[..., Any], tile: Any, index: Any) -> Any:
+    """The index of an element in a tile of C++ code. For a sum by index Inductor adds the place in the tile twice, and
+    writes behind the end of the result.
     """
-    if torch.__version__ >= "2.14":
-        return nullcontext()
+    return index if tile.inner_itervar() in index.free_symbols else original(tile, index)
+
+
+def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """Change the loops of a kernel, and keep it behind the writes that it waits for.
+
+    Inductor forgets up to torch 2.13 which buffers were written to in the meantime: of `zeros.index_add(...)` beside a
+    broadcast, what reads the sums could run before them.
+    """
     added = tuple(find(f"torch._inductor.dependencies.{name}") for name in ("WeakDep", "StarDep"))
-
-    def recompute(original: Callable[..., Any], node: Any, *args: Any, **kwargs: Any) -> None:
-        waits = type(node.read_writes.reads)(each for each in node.read_writes.reads if isinstance(each, added))
-        original(node, *args, **kwargs)
-        node.set_read_writes(node.read_writes.with_read(waits).rename(node.mutation_renames))
-
-    return replaced_in_this_thread(
-        find("torch._inductor.scheduler.SchedulerNode"), "recompute_size_and_body", recompute
-    )
+    waits = type(kernel.read_writes.reads)(each for each in kernel.read_writes.reads if isinstance(each, added))
+    original(kernel, *args, **kwargs)
+    kernel.set_read_writes(kernel.read_writes.with_read(waits).rename(kernel.mutation_renames))
 
 
 def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:

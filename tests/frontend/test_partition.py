@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from math import inf
 
 import pytest
 import torch
@@ -55,12 +56,15 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])
-@pytest.mark.parametrize("draw", ["dropout", "rand", "normal"])
+@pytest.mark.parametrize("draw", ["dropout", "rand", "normal", "branch"])
 def test_a_smaller_budget_draws_no_number_twice(draw, budget):
     drawn = {
         "dropout": lambda x: functional.dropout(x, 0.5),
         "rand": lambda x: x * torch.rand(8, 8),
         "normal": lambda x: x * torch.normal(x.detach().abs()),
+        "branch": lambda x: torch.cond(
+            x.sum() > -inf, lambda x: functional.dropout(x.exp(), 0.5) * x, lambda x: x.sin(), (x,)
+        ),
     }[draw]
 
     def model(x, w):

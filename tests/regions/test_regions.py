@@ -495,6 +495,40 @@ def test_rows_that_are_put_among_themselves_are_read_before_they_are_written(nam
     close(run(*args), program(*args))
 
 
+SHARED = {
+    "a row": lambda y, i: y[:1].expand(3, 4).index_add(0, i, y[:3] * 2),
+    "a row that is set": lambda y, i: y[0].expand(3, 4).scatter(0, i[None, :1].expand(1, 4), 5.0),
+    "windows": lambda y, i: y.unfold(0, 2, 1).index_add(0, i, y.cos()[:3, :, None].expand(3, 4, 2)),
+    "one window": lambda y, i: (lambda each: torch.select_scatter(each, each[0] * 2, 0, 0))(y.unfold(0, 2, 1)),
+    "some windows": lambda y, i: (lambda each: torch.slice_scatter(each, each[:1] * 2, 0, 1, 2))(y.unfold(0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_written_where_elements_share_memory_is_eagers(name):
+    def program(x, i):
+        return SHARED[name]((x * 2).sin(), i).cos() + 1
+
+    run, args = compiled(program), (torch.randn(4, 4), torch.tensor([0, 0, 1]))
+    close(run(*args), program(*args))
+
+
+def test_the_gradient_of_windows_with_several_threads():
+    """Inductor takes the place within a tile twice, and writes behind the end of the sums."""
+
+    def program(x):
+        windows = x.sin().unfold(0, 2, 1)
+        return torch.diagonal_scatter(windows, windows.diagonal() * 3)
+
+    x, grad = torch.randn(2, 3, 6, 6, requires_grad=True), torch.linspace(0.5, 1.5, 216).view(1, 3, 6, 6, 2)
+    torch.set_num_threads(2)
+    try:
+        (found,) = torch.autograd.grad(compiled(program)(x), x, grad)
+    finally:
+        torch.set_num_threads(1)
+    close(found, *torch.autograd.grad(program(x), x, grad))
+
+
 def test_a_pool_finds_nan_where_eager_does():
     def program(x):
         values, places = nn.functional.adaptive_max_pool2d((x * 2).sin(), (2, 3), return_indices=True)
