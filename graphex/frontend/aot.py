@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from graphex.analysis.aliasing import REGENERATED
 from graphex.cache.warm import CallSearch, Found, HandedOver, StoredStep
@@ -166,8 +166,8 @@ def _start_compilers(gm: Any, example_inputs: Sequence[Any], compilation: Compil
     """
     has_regions = compilation.config.regions is True and regions_enabled()
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in example_inputs):
-        calls = (node.op.startswith("call_") for node in getattr(gm, "graph", Graph()).nodes)
-        if has_regions and sum(calls) >= ENOUGH and has_cpp_compiler():
+        calls = sum(node.op.startswith("call_") for node in gm.graph.nodes) if isinstance(gm, GraphModule) else 0
+        if has_regions and calls >= ENOUGH and has_cpp_compiler():
             start_for_cpu()
         return
     if not has_triton():

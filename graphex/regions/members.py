@@ -240,14 +240,8 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     written = {"cpu": _why_not_in_cpp, "cuda": _why_not_in_triton}.get(device.type)
     if op is not None and written is not None and (reason := written(node, op.overloadpacket)):
         return reason
-    if op is not None and op.overloadpacket in _PUTS and _reads_what_it_writes(node):
-        return "Inductor may write over what it is still to read: its values are those of what it writes to"
-    if op is not None and op.overloadpacket in _WRITE_A_COPY and not all(map(_has_places, (node.args[0], node))):
-        return "elements of what it writes to may share memory, which Inductor does not mind"
-    if op is not None and op.overloadpacket in _OTHER_STRIDES and not _reads_row_by_row(node):
-        return "torch's trace has other strides for its result than eager"
-    if op is not None and op.overloadpacket in _POOLS and _types_of_read(node, (1,)):
-        return "Inductor finds another place than eager for nan"
+    if op is not None and (reason := _why_not_placed(node, op.overloadpacket)):
+        return reason
     if op is not None and op.overloadpacket in _VARIANCES and _reads_one_number(node):
         return "Inductor takes the variance of one number for 0, also of nan"
     if op is not None and op.overloadpacket in _WITH_PLACES and isinstance(value, (list, tuple)):
@@ -281,16 +275,23 @@ def _why_not_exact(node: Node, device: torch.device) -> str:
     return _why_not_rounded(node, value.dtype, device)
 
 
+def _why_not_placed(node: Node, op: torch._ops.OpOverloadPacket) -> str:
+    """Why numbers would not be where eager has them."""
+    if op in _PUTS and _reads_what_it_writes(node):
+        return "Inductor may write over what it is still to read: its values are those of what it writes to"
+    if op in _WRITE_A_COPY and not all(map(_has_places, (node.args[0], node))):
+        return "elements of what it writes to may share memory, which Inductor does not mind"
+    if op in _OTHER_STRIDES and not known_contiguous(node.all_input_nodes[0].meta["val"]):
+        return "torch's trace has other strides for its result than eager"
+    if op in _POOLS and _types_of_read(node, (1,)):
+        return "Inductor finds another place than eager for nan"
+    return ""
+
+
 def _reads_what_it_writes(put: Node) -> bool:
     """Whether the values that an op puts somewhere are a view or a copy of the memory that it puts them into."""
     target, values = put.args[0], argument(put, "values", argument(put, "source"))
     return isinstance(target, Node) and isinstance(values, Node) and _copied_from(target) is _copied_from(values)
-
-
-def _has_places(node: Any) -> bool:
-    """Whether each element of a value certainly has a place of its own."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, Tensor) and (is_dense(value) or known_contiguous(value))
 
 
 def _copied_from(value: Node) -> Node:
@@ -299,8 +300,10 @@ def _copied_from(value: Node) -> Node:
     return value
 
 
-def _reads_row_by_row(node: Node) -> bool:
-    return known_contiguous(node.all_input_nodes[0].meta["val"])
+def _has_places(node: Any) -> bool:
+    """Whether each element of a value certainly has a place of its own."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and (is_dense(value) or known_contiguous(value))
 
 
 def _reads_one_number(node: Node) -> bool:

@@ -141,6 +141,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OutputCode = Any  # Inductor's CompiledFxGraph: called with a list that it empties; has `source_code`, `output_strides`
 
 _SOURCES = "torch._inductor.codecache.torch_key"
+_SYSTEM = "torch._inductor.codecache.CacheBase.get_system"
 _KERNELS = "torch._inductor.runtime.triton_heuristics"
 _CODE = "torch._inductor.runtime.compile_tasks"  # modules of code are in sys.modules under it
 _MODULE = "torch._inductor.standalone_compile"  # importing it hides the function of the same name in torch._inductor
@@ -396,9 +397,11 @@ def start_for_cpu() -> None:
 
 
 def _get_ready() -> None:
-    for step in (_try_instruction_set, find(_SOURCES), find("torch._inductor.codecache.CacheBase").get_system):
-        with suppress(Exception):  # it is raised again where it is needed
-            step()
+    with suppress(Exception):  # it is raised again where it is needed, as are those below
+        _try_instruction_set()
+    for path in (_SOURCES, _SYSTEM):
+        with suppress(Exception):
+            find(path)()
 
 
 def try_instruction_set() -> None:
