@@ -330,7 +330,9 @@ class RegionCompiled(Record):
     `seconds_single` are those of a call, 0 where they were not measured, and `doubtful` if something else kept the
     machine busy meanwhile. `autotuned`: Inductor has tried several kernels for each product and convolution
     (`mode="max-autotune"`), and a call is faster with them (`seconds_tuned`) than without (`seconds_untuned`).
-    `split_products` counts large products of odd width that are computed in two parts.
+    `split_products` counts large products of odd width that are computed in two parts. `eager_layouts`: convolutions
+    run in the layouts that they have in eager, because in channels last, as Inductor runs them on a CPU, the region was
+    slower than its nodes.
     """
 
     kind: ClassVar[str] = "region"
@@ -350,6 +352,7 @@ class RegionCompiled(Record):
     seconds_tuned: float = 0.0
     seconds_untuned: float = 0.0
     split_products: int = 0
+    eager_layouts: bool = False
     doubtful: bool = False
 
 

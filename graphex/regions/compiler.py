@@ -12,6 +12,8 @@ both are called in turns; what is measured while other programs hold the cores i
 also in the time that threads of this process had a core.
 With `mode="max-autotune"` a region is compiled twice, with kernels that Inductor has tried and as usual, and the tried
 ones have to be faster: what Inductor measured one by one may be slower in a row.
+On a CPU Inductor runs all convolutions in channels last. Where that makes a region slower than its nodes, it is
+compiled once more with the layouts that eager has, and tried again.
 GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
 pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -34,7 +36,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from graphex import env
-from graphex.analysis.effects import is_body, is_formula, is_kernel
+from graphex.analysis.effects import is_body, is_formula, is_kernel, operator_of
 from graphex.config import CompilerConfig
 from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
@@ -55,6 +57,8 @@ from graphex.torch_private.memory import extent
 from graphex.torch_private.symbolic import hint_of, mode_of
 
 BYTES_ALIGNED = 16  # Inductor's code may rely on it, and copies an input that is not
+CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+EAGER_LAYOUTS = {"layout_optimization": False}
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 
 
@@ -67,6 +71,7 @@ class RegionCode:
     `is_awaited`       there is no code yet, and the nodes run one by one
     `autotuned`        Inductor has tried several kernels for each product and convolution, and kept the fastest
     `split_products`   products of odd width that are computed in two parts
+    `eager_layouts`    convolutions run in the layouts that they have in eager, not in channels last
     `tuned`, `untuned` seconds of a call with autotuning and of one without; 0 where they were not compared
     """
 
@@ -79,6 +84,7 @@ class RegionCode:
     is_awaited: bool = False
     autotuned: bool = False
     split_products: int = 0
+    eager_layouts: bool = False
     tuned: float = 0.0
     untuned: float = 0.0
 
@@ -143,6 +149,14 @@ def as_usual(patches: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name not in AUTOTUNING}
 
 
+def in_eager_layouts(body: GraphModule, patches: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The configuration with which convolutions run in the layouts that they have in eager; empty if they do anyway."""
+    operators = map(operator_of, body.graph.nodes)
+    if device.type != "cpu" or not any(op is not None and op.overloadpacket in CONVOLUTIONS for op in operators):
+        return {}
+    return {**patches, **changed} if (changed := known_settings(EAGER_LAYOUTS)) else {}
+
+
 def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     """Compile the graph of a region. Raises whatever Inductor raises."""
     patches = dict(patches)
@@ -171,6 +185,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     source = "\n\n".join(sources)
     split = sum(map(is_odd_product, body.graph.nodes))
     about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": split}
+    about["eager_layouts"] = EAGER_LAYOUTS.items() <= patches.items()
     return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, **about)
 
 

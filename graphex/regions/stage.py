@@ -60,6 +60,7 @@ from graphex.regions.compiler import (
     awaited_code,
     compile_region,
     faster,
+    in_eager_layouts,
     may_try,
     region_key,
     settings,
@@ -191,7 +192,7 @@ class CompileRegions(GraphPass):
                         codes[key] = _with_kernels(*each)
             for key in codes:
                 with self._or_as_it_is(work, kinds[key]):
-                    made[key] = _tried(kinds[key].body, codes[key], key, device)
+                    made[key] = _tried(kinds[key].body, codes[key], key, device, patches)
         return made
 
     @contextmanager
@@ -244,10 +245,18 @@ def _with_kernels(codes: list[RegionCode], waits: Waits) -> list[RegionCode]:
 
 
 def _tried(
-    body: GraphModule, codes: Sequence[RegionCode], key: Hashable, device: torch.device
+    body: GraphModule, codes: Sequence[RegionCode], key: Hashable, device: torch.device, patches: dict[str, Any]
 ) -> tuple[RegionCode, Outcome]:
+    """The code of a region and the outcome of its trial. Slower code gets a second one, in the layouts of eager."""
     code = codes[0] if len(codes) == 1 else faster(body, codes[1], codes[0], key, device)
-    return code, tried(body, code, key, device)
+    outcome = tried(body, code, key, device)
+    if outcome.is_kept or not (changed := in_eager_layouts(body, patches, device)):
+        return code, outcome
+    other = compile_region(body, changed)
+    second = tried(body, other, key, device)
+    if not second.is_kept or second.is_doubtful:
+        return replace(code, seconds=code.seconds + other.seconds), outcome
+    return replace(other, seconds=code.seconds + other.seconds), second
 
 
 def region_device(graph: Graph) -> torch.device | None:
@@ -486,6 +495,7 @@ def region_record(
         seconds_tuned=code.tuned,
         seconds_untuned=code.untuned,
         split_products=code.split_products,
+        eager_layouts=code.eager_layouts,
     )
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import graphex
 from graphex import env
 from graphex.regions import compiler, decompositions, stage
-from graphex.regions.compiler import tried
+from graphex.regions.compiler import Outcome, tried
 from tests.harness import host_ops
 from tests.harness.compiling import uncompiled_region
 from tests.harness.extremes import INSIDE, INSIDE_ON_GPU, OUTSIDE, extremes, far_off
@@ -1502,6 +1502,32 @@ def test_a_slower_region_is_not_used(monkeypatch):
     slower_by = 2.0 if region.doubtful else 1.02
     takes_longer = region.seconds_compiled > region.seconds_single * slower_by
     assert (region.status == "slower") == takes_longer or (region.doubtful and takes_longer)
+
+
+@pytest.mark.parametrize("then", ["faster", "slower", "doubtful"])
+def test_convolutions_are_tried_again_in_the_layouts_of_eager(then, monkeypatch):
+    """In channels last a dilated convolution took twice as long as in eager."""
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    outcomes = [Outcome(False, 2.0, 1.0), Outcome(then != "slower", 0.5, 1.0, is_doubtful=then == "doubtful")]
+    monkeypatch.setattr(stage, "tried", lambda *_: outcomes.pop(0))
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, dilation=2), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
+    run, x = compiled(model), torch.randn(2, 3, 12, 12)
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert not outcomes
+    (region,) = regions(run)
+    again = then == "faster"
+    assert (region.status, region.eager_layouts) == (("compiled", True) if again else ("slower", False))
+    assert region.seconds_compiled == (0.5 if again else 2.0)
+
+
+def test_a_slower_region_without_convolutions_is_not_compiled_again(monkeypatch):
+    monkeypatch.setenv("GRAPHEX_TUNING", "on")
+    outcomes = [Outcome(False, 2.0, 1.0)]
+    monkeypatch.setattr(stage, "tried", lambda *_: outcomes.pop(0))
+    run, x = compiled(chain), torch.randn(4, 8)
+    assert torch.equal(run(x), chain(x))
+    assert [region.status for region in regions(run)] == ["slower"]
 
 
 def test_a_trial_calls_ops_as_a_program_does(monkeypatch):
