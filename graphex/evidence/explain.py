@@ -30,7 +30,7 @@ from graphex.debug.verify import RandomState
 from graphex.env import path_of_rank, rank_and_size, tuning, write_named
 from graphex.errors import InputError, did_you_mean
 from graphex.evidence.reach import reached
-from graphex.evidence.tables import SHOWN, KernelRow, kernel_rows, rounds_otherwise
+from graphex.evidence.tables import SHOWN, TRAINS_IN_EVAL, KernelRow, kernel_rows, rounds_otherwise, trains_in_eval
 from graphex.evidence.visible import GRADIENTS, Comparison, NotCompared, Observation, SavedState, compare
 from graphex.frontend.origin import broke, note_breaks_without_graph
 from graphex.passes.pipeline import rule_names
@@ -69,7 +69,8 @@ class RuleSummary:
 class Report:
     """The result of `explain`. It prints as tables, serialises to JSON, and keeps both results for comparison.
 
-    `seconds` has the shortest call in eager and with graphex, where both were timed: see `_Subject.timed`.
+    `seconds` has the shortest call in eager and with graphex, where both were timed: see `_Subject.timed`. `is_eval`:
+    the model is a module in eval mode.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Report:
     calls: int
     _comparison: Comparison
     seconds: Mapping[str, float]
+    is_eval: bool = False
 
     def rule(self, name: str) -> RuleSummary:
         """The record of one rule; it is empty where the rule found nothing, or verification undid what it made."""
@@ -147,6 +149,7 @@ class Report:
             "rounding": list(self.rounding),
             "not_compared": [asdict(each) for each in self.not_compared],
             "seconds": dict(self.seconds),
+            "is_eval": self.is_eval,
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -186,9 +189,12 @@ class Report:
         return "\n".join([tables, *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        """The lines below the tables: differences from eager, and values that were not compared."""
+        """The lines below the tables: training graphs of a model in eval mode, differences from eager, and values that
+        were not compared.
+        """
         rounding = self.rounding if rounds_otherwise(self.journal) else ()
-        lines = []
+        phases = [graph.phase for graph in self.journal.graphs]
+        lines = ["", TRAINS_IN_EVAL] if trains_in_eval(phases, is_eval=self.is_eval) else []
         for title, found in (
             ("different from eager", [each for each in self.differences if each not in rounding]),
             ("equal to eager within rounding", rounding),
@@ -215,7 +221,8 @@ def explain(
 
     The calls work on copies of the inputs. Everything that the model keeps and can write (parameters, buffers,
     gradients, attributes, caches in lists and dictionaries, closures) is as it was afterwards. With gradients enabled,
-    the backward is compiled and compared too. On a CPU some more calls are made to time a short model beside eager.
+    the backward is compiled and compared too, also of a model in eval mode, and the report says so. On a CPU some more
+    calls are made to time a short model beside eager.
     """
     _check(model, args, kwargs, calls)
     model = getattr(model, "_orig_mod", model)
@@ -240,7 +247,9 @@ def explain(
     note_breaks_without_graph(backend.journal, code_of(compiled), backend_of(compiled))
     worst = replace(worst, not_compared=worst.not_compared + custom)
     rules = rule_names(backend.config)
-    return Report(_name(model), backend.journal, rules, outputs, eager_outputs, calls, worst, seconds)
+    owner = getattr(model, "__self__", model)  # of a bound method, such as `model.generate`
+    is_eval = isinstance(owner, torch.nn.Module) and not owner.training
+    return Report(_name(model), backend.journal, rules, outputs, eager_outputs, calls, worst, seconds, is_eval)
 
 
 def _check(model: Any, args: Any, kwargs: Any, calls: Any) -> None:

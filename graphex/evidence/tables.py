@@ -26,6 +26,10 @@ WIDTH = 118  # where there is no terminal to ask
 SHOWN = 12  # refusals printed in full; the JSON has all of them
 LIBRARY = "library"
 NOT_YET = "not chosen yet"
+TRAINS_IN_EVAL = (
+    "The model is in eval mode, but gradients are enabled: these are the graphs of a training step. For those of "
+    "inference call explain under torch.no_grad()."
+)
 
 Missed = TypeVar("Missed", Refused, NearMiss)
 
@@ -48,6 +52,11 @@ def rounds_otherwise(journal: Journal) -> bool:
     """Whether something runs that adds and multiplies in another order than eager: regions, kernels of graphex."""
     kernels = (each for each in journal.of(KernelsPlanned) if not each.declined)
     return any(each.region for each in journal.regions) or any(kernels)
+
+
+def trains_in_eval(phases: Iterable[str], *, is_eval: bool) -> bool:
+    """Whether graphs of a training step were compiled for a model in eval mode, of which inference is expected."""
+    return is_eval and not {"forward", "backward", "joint"}.isdisjoint(phases)
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, always: bool = False) -> Iterator[Any]:

@@ -48,6 +48,7 @@ from graphex.torch_private.symbolic import pytree
 aten = torch.ops.aten
 LEAST = 1e-6  # of a budget with which torch asks what has to be saved
 _MARK = "recompute"  # torch's mark of a checkpoint on a node
+_WITHOUT = "the training graph is partitioned without min-cut"
 _VIEWS = (
     *(aten.view.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default),
     *(aten.expand.default, aten.detach.default, aten.slice.Tensor),
@@ -112,16 +113,28 @@ def _cut(joint: GraphModule, inputs: Sequence[Any], compilation: Compilation, kw
     budget = _keep_random(joint, compilation.config.activation_memory_budget)
     plain = copy_module(joint)
     try:
-        with memory_budget(budget):
-            forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        halves = _min_cut(joint, inputs, budget, kwargs)
+        if overwritten := _overwritten_before_backward(*halves):
+            again = copy_module(plain)
+            if _save_copies(again, overwritten):
+                halves = _min_cut(again, inputs, max(budget, LEAST), kwargs)
+                overwritten = _overwritten_before_backward(*halves)
     except Exception as error:
-        compilation.fall_back("-", "the training graph is partitioned without min-cut", error)
+        compilation.fall_back("-", _WITHOUT, error)
         return default_partition(plain, inputs, **kwargs)
-    if overwritten := _overwritten_before_backward(forward, backward):
-        reason = f"the backward would recompute from '{overwritten}', which the forward has overwritten by then"
-        what = "the training graph is partitioned without min-cut"
-        compilation.journal.fall_back(FellBack("-", what, reason), warn=False)
-        return default_partition(plain, inputs, **kwargs)
+    if not overwritten:
+        return halves
+    reason = f"the backward would recompute from '{min(overwritten)}', which the forward has overwritten by then"
+    compilation.journal.fall_back(FellBack("-", _WITHOUT, reason))
+    for node in plain.graph.nodes:
+        node.meta.pop(_MARK, None)
+    return default_partition(plain, inputs, **kwargs)
+
+
+def _min_cut(joint: GraphModule, inputs: Sequence[Any], budget: float, kwargs: dict[str, Any]) -> Any:
+    with memory_budget(budget):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    leave_out_statistics(backward)
     return forward, backward
 
 
@@ -144,12 +157,58 @@ def _draws(node: Node) -> bool:
     return is_random(node) or any(_draws(each) for body in bodies_of(node) for each in body.graph.nodes)
 
 
-def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> str:
-    """An input that the forward writes to and the backward reads again: it would find the new value."""
-    aliases = Aliases(forward.graph)
-    written = {node.name for node in forward.graph.nodes if node.op == "placeholder" and aliases.is_written(node)}
-    read = [node.name for node in backward.graph.nodes if node.op == "placeholder" and node.users]
-    return next((name for name in read if name in written), "")
+def _overwritten_before_backward(forward: GraphModule, backward: GraphModule) -> set[str]:
+    """Inputs that the forward writes to and the backward reads again, or a view of them: it would find new values."""
+    aliases, inputs = Aliases(forward.graph), forward.graph.find_nodes(op="placeholder")
+    written = {aliases.storages(node): node.name for node in inputs if aliases.is_written(node)}
+    read = {node.name for node in backward.graph.find_nodes(op="placeholder") if node.users}
+    saved = [node for node in forward.graph.nodes if node.name in read and len(aliases.storages(node)) == 1]
+    return {written[found] for node in saved if (found := aliases.storages(node)) in written}
+
+
+def _save_copies(joint: GraphModule, names: set[str]) -> bool:
+    """Let all that reads these inputs read copies, which are saved: whether that can be done for each of them.
+
+    before:  s = sin(b); copy_(b, b + 1)                      backward:  g * sin(b)
+    after:   old = clone(b); s = sin(old); copy_(b, old + 1)  backward:  g * sin(old)
+    """
+    inputs = joint.graph.find_nodes(op="placeholder")
+    first = next(node for node in joint.graph.nodes if node.op != "placeholder")
+    for node in [each for each in inputs if each.name in names]:
+        if not _is_copied_alike(node):
+            return False
+        readers = [user for user in node.users if node not in written_arguments(user) and user.op != "output"]
+        with joint.graph.inserting_before(first):
+            copy = _made(node, aten.clone.default, node)
+        copy.meta[_MARK] = CheckpointPolicy.MUST_SAVE
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+    joint.recompile()
+    return True
+
+
+def _is_copied_alike(node: Node) -> bool:
+    """Whether a copy has the strides of the value, and nothing reads and writes the value at once."""
+    found = node.meta["val"]
+    if not isinstance(found, Tensor) or found.layout != torch.strided:
+        return False
+    writes = [user for user in node.users if node in written_arguments(user)]
+    is_read_there = any(sum(each is node for each in user.all_input_nodes) != 1 for user in writes)
+    return not is_read_there and found.clone().stride() == found.stride()
+
+
+def leave_out_statistics(backward: GraphModule) -> None:
+    """Batch norms of a checkpoint that train are computed again without the running statistics: the forward has
+    written these by then, and nothing reads what would become of them.
+    """
+    for node in backward.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        x, weight, bias, _, _, trains, momentum, eps = node.args
+        parts = [user for user in node.users if user.target is operator.getitem]
+        if trains is True and len(parts) == len(node.users) and all(part.args[1] in (0, 1, 2) for part in parts):
+            node.target = aten._native_batch_norm_legit.no_stats
+            node.args = (x, weight, bias, True, momentum, eps)
+            node.meta["val"] = node.meta["val"][:3]
+    backward.recompile()
 
 
 def leave_out_unread(joint: GraphModule) -> None:
@@ -510,6 +569,8 @@ def _why_saved(node: Node) -> str:
     if _is_of_input(node, _VIEWS):
         return "an input of the model, which is there anyway"
     if node.meta.get(_MARK) == CheckpointPolicy.MUST_SAVE:
+        if _is_of_input(node, (aten.clone.default,)):
+            return "an input as it was before the forward wrote to it"
         return "the policy of a checkpoint saves it"
     if torch.Tag.nondeterministic_seeded in getattr(_source(node).target, "tags", ()):
         return "random numbers are not drawn twice"

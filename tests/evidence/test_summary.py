@@ -153,6 +153,28 @@ def test_what_no_rule_applies_to_on_a_cpu_is_said_once():
     assert "changed nothing" not in summary
 
 
+# -- training graphs of a model in eval mode ---------------------------------------------------------------------------
+
+TRAINS = "The model is in eval mode, but gradients are enabled: these are the graphs of a training step."
+
+
+def test_a_model_in_eval_mode_with_gradients_enabled_is_explained_as_training_and_the_report_says_so():
+    model = Net().eval()
+    for subject in (model, model.forward):
+        report = graphex.explain(subject, (torch.randn(4, 64),), calls=1)
+        assert {graph.phase for graph in report.journal.graphs} == {"forward", "backward"}
+        assert report.summary().count(TRAINS) == str(report).count(TRAINS) == 1
+        assert "call explain under torch.no_grad()" in report.summary()
+
+
+def test_nothing_is_said_about_gradients_where_the_graphs_are_those_of_the_mode():
+    trains, infers = Net(), Net().eval().requires_grad_(requires_grad=False)
+    given = torch.randn(4, 64)
+    reports = [graphex.explain(model, (given,), calls=1) for model in (trains, infers)]
+    for report in [*reports, explained(Net().eval(), given)]:
+        assert "eval mode" not in report.summary() + str(report)
+
+
 # -- regions -----------------------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from copy import deepcopy
 from math import inf
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -53,6 +54,88 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
         gradients.append([each.grad for each in model.parameters()])
     assert bytes_saved[1] < bytes_saved[0]
     torch.testing.assert_close(*gradients)
+
+
+class Normalized(nn.Module):
+    """Layers with batch norms, whose running statistics the forward writes."""
+
+    def __init__(self, in_checkpoints: bool) -> None:
+        super().__init__()
+        self.in_checkpoints = in_checkpoints
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.in_checkpoints else layer(x)
+        return x
+
+
+def test_checkpoints_of_batch_norms_save_less_and_compute_the_same():
+    x, bytes_saved, found = torch.randn(512, 8), [], []
+    for in_checkpoints in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Normalized(in_checkpoints)
+        compiled = compile_it(model)
+        for _ in range(2):
+            compiled(x).square().sum().backward()
+        assert not graphex.journal(compiled).fallbacks
+        bytes_saved.append(sum(saved(compiled).values()))
+        found.append([each.grad for each in model.parameters()] + list(model.buffers()))
+    assert bytes_saved[1] < bytes_saved[0] / 2
+    torch.testing.assert_close(*found)
+
+
+class Counting(nn.Module):
+    """A checkpoint that writes to a buffer that it has read. `within` makes another view of the buffer of it."""
+
+    def __init__(self, in_checkpoint: bool, buffer: Tensor, within: bool = False) -> None:
+        super().__init__()
+        self.in_checkpoint, self.within = in_checkpoint, within
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("buffer", buffer)
+
+    def scale(self, x: Tensor) -> Tensor:
+        seen = self.buffer.view(2, 4).flatten() if self.within else self.buffer
+        result = torch.sin(self.first(x) * seen.exp())
+        with torch.no_grad():
+            self.buffer.add_(1)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = checkpoint(self.scale, x, use_reentrant=False) if self.in_checkpoint else self.scale(x)
+        return torch.tanh(self.last(scaled))
+
+
+def gradients_of(run: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        run(x).sum().backward()
+        found += [each.grad.clone() for each in model.parameters()] + [each.clone() for each in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.0])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_checkpoint_computes_again_from_what_a_buffer_held_before_it_was_written(within, budget):
+    model = Counting(True, torch.ones(8), within)
+    plain = Counting(False, torch.ones(8), within)
+    plain.load_state_dict(model.state_dict())
+    compiled, x = compile_it(model, activation_memory_budget=budget), torch.randn(16, 8)
+    torch.testing.assert_close(gradients_of(compiled, model, x), gradients_of(plain, plain, x))
+    journal = graphex.journal(compiled)
+    assert "an input as it was before the forward wrote to it" in {each.reason for each in journal.activations}
+    assert not journal.fallbacks
+
+
+def test_a_checkpoint_of_a_buffer_that_cannot_be_copied_alike_saves_all_and_says_so():
+    model, plain = (Counting(each, torch.ones(8, 2)[:, 0]) for each in (True, False))
+    plain.load_state_dict(model.state_dict())
+    compiled, x = compile_it(model), torch.randn(16, 8)
+    with pytest.warns(graphex.GraphexWarning, match="which the forward has overwritten by then"):
+        found = gradients_of(compiled, model, x)
+    torch.testing.assert_close(found, gradients_of(plain, plain, x))
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])

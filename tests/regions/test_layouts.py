@@ -154,3 +154,17 @@ def test_sizes_may_vary(tape, padded):
         assert result.is_contiguous()
     assert len(graphex.journal(run).captures) == 2
     assert copies(tape) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's convolutions are the subject")
+@pytest.mark.parametrize("layer", [torch.nn.Conv2d(4, 6, 3), torch.nn.ConvTranspose2d(4, 6, 3)])
+def test_a_convolution_of_an_empty_batch_trains_without_a_fallback(layer):
+    layer.zero_grad()
+    run = torch.compile(lambda x: torch.sin(layer(x * 2 + 1)) * 2, backend="graphex")
+    x = torch.randn(0, 4, 6, 5, requires_grad=True)
+    run(x).sum().backward()
+    assert x.grad.shape == x.shape
+    torch.testing.assert_close(layer.weight.grad, torch.zeros_like(layer.weight))
+    journal = graphex.journal(run)
+    assert journal.regions
+    assert not journal.fallbacks

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from graphex.errors import count_of
-from graphex.evidence.tables import size_text
+from graphex.evidence.tables import TRAINS_IN_EVAL, size_text, trains_in_eval
 from graphex.records import NO_KERNELS
 
 _TITLES = {
@@ -49,6 +49,8 @@ def _compiled(data: dict[str, Any]) -> Iterator[Sentence]:
     now, called = as_they_run(graphs), [graph for graph in graphs if not graph["instead"]]
     seconds = data["facts"].get("seconds", {})
     yield from _mismatches(called)
+    if trains_in_eval([graph["phase"] for graph in graphs], is_eval=data["facts"].get("is_eval", False)):
+        yield sentence("plain", TRAINS_IN_EVAL)
     yield from _origins([graph for graph in graphs if not graph["version_of"]])
     yield from _ops(now, is_timed=bool(seconds))
     yield from _regions(now, seconds)
