@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any
 
 import torch
@@ -233,11 +234,12 @@ def numbers(tensor: Tensor) -> Tensor:
         return plain.view(torch.uint8)
 
 
-def difference(found: Any, original: Any, exact: Any | None) -> tuple[str, float]:
+def difference(found: Any, original: Any, exact: Any | None, terms: int = 1) -> tuple[str, float]:
     """(problem, error): there is no problem if `found` is as near to `exact` as `original` is, within a factor 2.
 
-    Without an exact value the two are compared with the usual tolerances of their type. The error is NaN where the
-    values cannot be read; the problem is then the reason.
+    `found` may also be off by what rounding amounts to where so many `terms` are added one after the other. Without an
+    exact value the two are compared with the usual tolerances of their type. The error is NaN where the values cannot
+    be read; the problem is then the reason.
     """
     if not isinstance(original, Tensor):
         return ("" if same_value(found, original) else f"{found!r} instead of {original!r}"), 0.0
@@ -253,7 +255,7 @@ def difference(found: Any, original: Any, exact: Any | None) -> tuple[str, float
         return f"{type(found).__name__} is made of other parts", INFINITE
     worst = 0.0
     for name, part in theirs.tensors.items():
-        problem, error = _plain_difference(ours.tensors[name], part, truths.get(name))
+        problem, error = _plain_difference(ours.tensors[name], part, truths.get(name), terms)
         worst = max(worst, error)
         if problem:
             return f"{name}: {problem}" if name else problem, error
@@ -267,16 +269,16 @@ def same_facts(ours: Parts, theirs: Parts) -> bool:
         return False
 
 
-def _plain_difference(found: Tensor, original: Tensor, exact: Tensor | None) -> tuple[str, float]:
+def _plain_difference(found: Tensor, original: Tensor, exact: Tensor | None, terms: int) -> tuple[str, float]:
     if found.shape != original.shape:
         return f"shape {tuple(found.shape)} instead of {tuple(original.shape)}", INFINITE
     ours, theirs = numbers(found), numbers(original)
     if not (theirs.is_floating_point() or theirs.is_complex()):
         return ("" if torch.equal(ours, theirs) else "different integers"), 0.0
-    return _float_difference(found, original, exact)
+    return _float_difference(found, original, exact, terms)
 
 
-def _float_difference(found: Tensor, original: Tensor, exact: Tensor | None) -> tuple[str, float]:
+def _float_difference(found: Tensor, original: Tensor, exact: Tensor | None, terms: int) -> tuple[str, float]:
     wide = torch.complex128 if original.is_complex() else torch.float64
     a, b = found.to(wide), original.to(wide)
     finite = torch.isfinite(b)
@@ -292,10 +294,19 @@ def _float_difference(found: Tensor, original: Tensor, exact: Tensor | None) -> 
         return problem, worst
     mine = float((a - reference)[known].abs().max())
     theirs = float((b - reference)[known].abs().max())
-    slack = torch.finfo(original.dtype).eps * float(reference[known].abs().max())
+    slack = _rounding(original.dtype, terms) * float(reference[known].abs().max())
     if mine <= 2 * theirs + slack:
         return "", max(mine, worst)
     return f"the error against float64 is {mine:.3g}; the original graph's is {theirs:.3g}", mine
+
+
+def _rounding(dtype: torch.dtype, terms: int) -> float:
+    """The relative error that is expected of a sum of so many terms; those of 16 bits are added in float32.
+
+    Each addition rounds. The errors have either sign, so they grow as the root of their number.
+    """
+    eps = torch.finfo(dtype).eps
+    return max(eps, sqrt(terms) * min(eps, torch.finfo(torch.float32).eps))
 
 
 def _close(found: Tensor, original: Tensor, where: Tensor) -> tuple[str, float]:

@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Interpreter
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from graphex.analysis import Aliases, is_collective, is_random
 from graphex.analysis.aliasing import REGENERATED
-from graphex.analysis.effects import UNINITIALISED, operator_of
+from graphex.analysis.effects import UNINITIALISED, operator_of, region_of
 from graphex.config import CompilerConfig
 from graphex.debug.files import write_repro
 from graphex.debug.tensors import clone_together, difference, sharing
@@ -40,7 +41,9 @@ from graphex.runtime.executable import build_executable, interpreted, written_co
 from graphex.runtime.program import Around, Eager, ExecutableGraph, Program
 from graphex.torch_private.dynamo import is_transformed
 from graphex.torch_private.graphs import copy_module
-from graphex.torch_private.symbolic import pytree
+from graphex.torch_private.symbolic import hint_of, pytree
+
+aten = torch.ops.aten
 
 # -- what to leave out after a mismatch --------------------------------------------------------------------------------
 
@@ -252,13 +255,14 @@ class _Verification:
         reference = self._run(interpreted(segment[0].gm))
         exact, exact_inputs, why = run_in_float64(segment[0].gm, clone_together(self.args))
         said = "float64" if exact is not None else f"the original graph ({why})"
+        terms = _added_up(segment[0].gm) if any(map(_has_regions, (each.gm for each in segment))) else 1
 
         def verdict(run: Boxed) -> Verdict:
             try:
                 found = self._run(run)
             except Exception as error:  # a broken graph may fail in any way
                 return Verdict(f"it fails with {one_line(error)}", float("inf"), said)
-            return _compare(found, reference, exact, exact_inputs, said)
+            return _compare(found, reference, exact, exact_inputs, said, terms)
 
         last = generate(segment[-1].gm).function() if compiled else interpreted(segment[-1].gm)
         final = verdict(last)
@@ -397,6 +401,12 @@ def _snapshots(original: GraphModule, runner: Runner) -> list[Snapshot]:
     return snapshots
 
 
+_SUMS = (  # and ops with torch's tag for reductions
+    *(aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward),
+    *(aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward),
+)
+
+
 def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
     """The snapshots, cut where a pass changes results on purpose: each segment computes the same from end to end."""
     segments: list[list[Snapshot]] = [[]]
@@ -407,8 +417,33 @@ def _segments(snapshots: list[Snapshot]) -> list[list[Snapshot]]:
     return [segment for segment in segments if segment]
 
 
+def _has_regions(gm: GraphModule) -> bool:
+    return any(region_of(node) is not None for node in gm.graph.nodes)
+
+
+def _added_up(gm: GraphModule) -> int:
+    """The most values that one op of a graph adds up. Regions add them one after the other, where eager adds pairs."""
+    return max((_terms(node) for node in gm.graph.nodes if _adds(node)), default=1)
+
+
+def _adds(node: Node) -> bool:
+    op = operator_of(node)
+    return op is not None and (torch.Tag.reduction in op.tags or op.overloadpacket in _SUMS)
+
+
+def _terms(node: Node) -> int:
+    """How many values of the largest argument there are for each of the smallest result."""
+    given, made = ([value.numel() for value in _tensors(each)] for each in (node.all_input_nodes, [node]))
+    return max(1, *(hint_of(size, 1) for size in given)) // max(1, min((hint_of(size, 1) for size in made), default=1))
+
+
+def _tensors(nodes: Iterable[Node]) -> list[Tensor]:
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 def _compare(
-    found: RunOutcome, reference: RunOutcome, exact: list[Any] | None, exact_inputs: list[Any], said: str
+    found: RunOutcome, reference: RunOutcome, exact: list[Any] | None, exact_inputs: list[Any], said: str, terms: int
 ) -> Verdict:
     if len(found.outputs) != len(reference.outputs):
         return Verdict(f"{len(found.outputs)} outputs instead of {len(reference.outputs)}", 0.0, said)
@@ -420,7 +455,7 @@ def _compare(
     for what, ours, theirs, truth in groups:
         for index, (mine, original) in enumerate(zip(ours, theirs, strict=True)):
             true = truth[index] if truth is not None and index < len(truth) else None
-            problem, error = difference(mine, original, true)
+            problem, error = difference(mine, original, true, terms)
             state = "" if what == "output" else ", as the graph leaves it"
             if error != error:
                 unknown.append(f"{what} {index} ({problem})")
