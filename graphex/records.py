@@ -331,8 +331,7 @@ class RegionCompiled(Record):
     machine busy meanwhile. `autotuned`: Inductor has tried several kernels for each product and convolution
     (`mode="max-autotune"`), and a call is faster with them (`seconds_tuned`) than without (`seconds_untuned`).
     `split_products` counts large products of odd width that are computed in two parts. `eager_layouts`: convolutions
-    run in the layouts that they have in eager, because in channels last, as Inductor runs them on a CPU, the region was
-    slower than its nodes.
+    run in the layouts that they have in eager: they took longer in channels last, as Inductor runs them on a CPU.
     """
 
     kind: ClassVar[str] = "region"

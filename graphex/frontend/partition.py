@@ -37,7 +37,7 @@ from graphex.env import regions_enabled
 from graphex.frontend.compiler import ACTIVATIONS, compile_joint
 from graphex.passes.updates import note_program_writes
 from graphex.records import Activation, FellBack, Rewrote
-from graphex.regions.compiler import why_no_kernels
+from graphex.regions.compiler import CLEARLY, seconds_of_convolutions, why_no_kernels
 from graphex.regions.stage import CompileRegions
 from graphex.rewrite.compilation import Compilation
 from graphex.rewrite.metadata import correct_values, evaluate, fake_mode_of, inherit_all
@@ -396,11 +396,12 @@ def laid_out(joint: GraphModule, compilation: Compilation) -> tuple[GraphModule,
 
 
 def _are_faster_by_channels(joint: GraphModule) -> bool:
-    """Whether convolutions of a training step gain from channels last, by the rules that Inductor has measured.
+    """Whether convolutions of a training step gain from channels last.
 
-    They lose with groups of several channels, and where there are half as many channels after one as before. On a CPU
-    regions compute in channels last in any case, and what forward saves otherwise is copied in both graphs; groups of
-    channels lose there, and graphs in which group norms and concatenations stand between convolutions may lose.
+    On a GPU by the rules that Inductor has measured: they lose with groups of several channels, and where there are
+    half as many channels after one as before. On a CPU they are timed in both layouts, and what forward saves in
+    another than regions compute in is copied in both graphs; graphs in which group norms and concatenations stand
+    between convolutions may lose there.
     """
     found = joint.graph.find_nodes(op="call_function", target=aten.convolution.default)
     nodes = [node for node in found if node.meta["val"].dim() == 4]
@@ -412,8 +413,11 @@ def _are_faster_by_channels(joint: GraphModule) -> bool:
     if all(value.device.type in _IN_REGIONS_ON for value in values):
         has_library = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
         is_apart = any(node.target in _APART for node in joint.graph.nodes)
-        are_whole = not is_apart and all(node.args[8] == 1 for node in nodes)
-        return has_library and are_whole and not why_no_kernels(values[0].device)
+        if not has_library or is_apart or why_no_kernels(values[0].device):
+            return False
+        are_whole = all(node.args[8] == 1 for node in nodes)
+        eager, by_channels = seconds_of_convolutions(joint.graph)
+        return by_channels <= (CLEARLY if are_whole else 1.0) * eager if eager else are_whole
     if any(value.device.type not in _CHANNELS_LAST_ON for value in values):
         return False
     weights = [tuple(map(int, _value(node.args[1]).shape)) for node in nodes]

@@ -12,8 +12,8 @@ both are called in turns; what is measured while other programs hold the cores i
 also in the time that threads of this process had a core.
 With `mode="max-autotune"` a region is compiled twice, with kernels that Inductor has tried and as usual, and the tried
 ones have to be faster: what Inductor measured one by one may be slower in a row.
-On a CPU Inductor runs all convolutions in channels last. Where that makes a region slower than its nodes, it is
-compiled once more with the layouts that eager has, and tried again.
+On a CPU Inductor runs all convolutions in channels last. Those of a graph are timed in both layouts before, and keep
+eager's if they are faster so.
 GRAPHEX_TUNING=off takes the compiled code untried, as does `flex_attention`: as a single kernel it needs memory for all
 pairs. Inputs are made up: normal numbers, zeros for integers, which are in the range of every index.
 """
@@ -26,6 +26,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from shutil import which
 from statistics import median
@@ -33,10 +34,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graphex import env
-from graphex.analysis.effects import is_body, is_formula, is_kernel, operator_of
+from graphex.analysis.effects import is_body, is_formula, is_kernel
 from graphex.config import CompilerConfig
 from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
@@ -54,10 +55,9 @@ from graphex.torch_private.inductor import (
     without_inductor,
 )
 from graphex.torch_private.memory import extent
-from graphex.torch_private.symbolic import hint_of, mode_of
+from graphex.torch_private.symbolic import hint_of, mode_of, unset_fake_temporarily
 
 BYTES_ALIGNED = 16  # Inductor's code may rely on it, and copies an input that is not
-CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 EAGER_LAYOUTS = {"layout_optimization": False}
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 
@@ -149,14 +149,6 @@ def as_usual(patches: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name not in AUTOTUNING}
 
 
-def in_eager_layouts(body: GraphModule, patches: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The configuration with which convolutions run in the layouts that they have in eager; empty if they do anyway."""
-    operators = map(operator_of, body.graph.nodes)
-    if device.type != "cpu" or not any(op is not None and op.overloadpacket in CONVOLUTIONS for op in operators):
-        return {}
-    return {**patches, **changed} if (changed := known_settings(EAGER_LAYOUTS)) else {}
-
-
 def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     """Compile the graph of a region. Raises whatever Inductor raises."""
     patches = dict(patches)
@@ -185,7 +177,7 @@ def compile_region(body: GraphModule, patches: dict[str, Any]) -> RegionCode:
     source = "\n\n".join(sources)
     split = sum(map(is_odd_product, body.graph.nodes))
     about: dict[str, Any] = {"autotuned": bool(patches.get("max_autotune")), "split_products": split}
-    about["eager_layouts"] = EAGER_LAYOUTS.items() <= patches.items()
+    about["eager_layouts"] = EAGER_LAYOUTS.items() <= patches.items() and any(map(_is_convolution, body.graph.nodes))
     return RegionCode(run, source, _kernel_names(source), seconds, tuple(formulas), stored, **about)
 
 
@@ -255,11 +247,85 @@ def _sizes_key(value: Tensor) -> tuple[Hashable, ...]:
     return tuple(map(str, value.shape)), tuple(map(str, value.stride())), str(value.dtype), str(value.device)
 
 
+# -- layouts of convolutions -------------------------------------------------------------------------------------------
+
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CLEARLY = 1.1  # what stands between convolutions, and is not timed here, is often faster in channels last
+A_FEW, MOST_CALLS = 3, 50  # calls of a convolution
+SETTLED, LONG = 0.002, 0.1  # seconds of calls that are enough, and after which no other is made
+_convolution_seconds: dict[Hashable, tuple[float, float]] = {}
+
+
+def in_layouts(patches: dict[str, Any], graph: Graph) -> dict[str, Any]:
+    """The configuration for regions of a graph, with the layouts of eager where its convolutions are faster so."""
+    eager, by_channels = seconds_of_convolutions(graph)
+    return {**patches, **known_settings(EAGER_LAYOUTS)} if by_channels > CLEARLY * eager else patches
+
+
+def seconds_of_convolutions(graph: Graph) -> tuple[float, float]:
+    """What the convolutions of a graph take on a CPU in the layouts of eager and in channels last; zeros elsewhere.
+
+    Each kind is called in both, on made-up values. Depthwise ones gain from channels last, dilated and small ones lose.
+    """
+    nodes = [node for node in graph.nodes if _is_convolution(node)]
+    values = [value for node in nodes for each in node.all_input_nodes if isinstance(value := each.meta["val"], Tensor)]
+    if env.tuning() == "off" or not values or any(value.device.type != "cpu" for value in values):
+        return 0.0, 0.0
+    with torch.no_grad(), around_python_dispatcher(), unset_fake_temporarily():
+        timed = list(map(_in_both_layouts, nodes))
+    return sum(eager for eager, _ in timed), sum(by_channels for _, by_channels in timed)
+
+
+def _is_convolution(node: Node) -> bool:
+    return node.target in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+def _in_both_layouts(node: Node) -> tuple[float, float]:
+    """The seconds of a convolution in the layouts of eager and in channels last; zeros where it cannot be called."""
+    given = map_arg(node.args, lambda each: each.meta["val"])
+    values = [value for value in given if isinstance(value, Tensor)]
+    key = node.target, repr([layout_key(value) for value in given]), torch.get_num_threads()
+    if key in _convolution_seconds:
+        return _convolution_seconds[key]
+    _convolution_seconds[key] = 0.0, 0.0
+    if all(value.dim() in FORMATS for value in values[:2]) and _bytes(values) <= ROOM_OF_HOST:
+        with suppress(RuntimeError):  # made-up sizes may not fit
+            _convolution_seconds[key] = _timed_in_both_layouts(node, [_made_up(value) for value in given])
+    return _convolution_seconds[key]
+
+
+def _timed_in_both_layouts(node: Node, args: list[Any]) -> tuple[float, float]:
+    """A forward copies its weight into channels last in each call; what a backward reads is in its layout already."""
+    call: Any = node.target
+    other = [_by_channels(value) for value in args]
+    if node.target is torch.ops.aten.convolution.default:
+        weight = args[1]
+        return _shortest(lambda: call(*args)), _shortest(lambda: call(other[0], _by_channels(weight), *args[2:]))
+    return _shortest(lambda: call(*args)), _shortest(lambda: call(*other))
+
+
+def _by_channels(value: Any) -> Any:
+    has_channels = isinstance(value, Tensor) and value.dim() in FORMATS
+    return value.contiguous(memory_format=FORMATS[value.dim()]) if has_channels else value
+
+
+def _shortest(run: Callable[[], object]) -> float:
+    timed, began = Timed(run), time.perf_counter()
+    for number in range(MOST_CALLS):
+        timed.call()
+        passed = time.perf_counter() - began
+        if passed > LONG or (number >= A_FEW and passed > SETTLED):
+            break
+    return min(timed.seconds)
+
+
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
 COMPILED, SINGLE, USUAL = "compiled", "single kernels", "compiled as usual"
 ROOM = 3  # the inputs of a trial may take this part of the free memory
+ROOM_OF_HOST = 2**30  # bytes of the inputs of a trial on a CPU
 ROUNDS, MOST_ROUNDS = 3, 50  # of calls on a CPU
 SHORT, IN_A_ROW = 0.001, 5  # seconds of a call that is made so often in a row: it is slower behind other code
 LONGEST, PATIENT = 1.0, 10.0  # seconds, after which no round is begun, and if code seems to be slower
@@ -324,7 +390,7 @@ def faster(body: GraphModule, usual: RegionCode, tuned: RegionCode, key: Hashabl
 
 def _compared_on_cpu(body: GraphModule, usual: RegionCode, tuned: RegionCode, *_: object) -> tuple[float, float]:
     """The seconds of both; zeros where they are doubtful, or there is no room for the inputs."""
-    args = made_up(body, 2**30)
+    args = made_up(body, ROOM_OF_HOST)
     if args is None:
         return 0.0, 0.0
     first, second = Timed(lambda: usual.run(list(args))), Timed(lambda: tuned.run(list(args)))
@@ -365,7 +431,7 @@ def _chosen(runs: dict[str, Callable[[], object]], signature: str, kernels: int)
 
 
 def _on_cpu(body: GraphModule, code: RegionCode) -> Outcome:
-    args = made_up(body, 2**30)
+    args = made_up(body, ROOM_OF_HOST)
     if args is None:
         return Outcome()
     compiled, single = Timed(lambda: code.run(list(args))), Timed(lambda: body(*args))
@@ -438,13 +504,18 @@ def _is_slower(compiled: Timed, single: Timed, is_doubtful: bool) -> bool:
 def made_up(body: GraphModule, room: int) -> list[Any] | None:
     """Inputs like those the graph was traced with; None if they need more memory than there is room for."""
     values = [node.meta.get("val") for node in body.graph.find_nodes(op="placeholder")]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if sum(_extent(value) * value.element_size() for value in tensors) > room:
-        return None
-    return [_like(value) if isinstance(value, Tensor) else _number(value) for value in values]
+    return None if _bytes(values) > room else list(map(_made_up, values))
 
 
-def _number(value: Any) -> Any:
+def _bytes(values: Sequence[Any]) -> int:
+    return sum(_extent(value) * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _made_up(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return list(map(_made_up, value))
+    if isinstance(value, Tensor):
+        return _like(value)
     return hint_of(value, 1) if isinstance(value, torch.SymInt) else value
 
 

@@ -60,7 +60,7 @@ from graphex.regions.compiler import (
     awaited_code,
     compile_region,
     faster,
-    in_eager_layouts,
+    in_layouts,
     may_try,
     region_key,
     settings,
@@ -131,7 +131,10 @@ class CompileRegions(GraphPass):
             self._say(work, NOTHING, reason, warn=device.type in ("cpu", "cuda"))
             return
         patches = settings(work.config)
-        compiled = _awaited(growth.plans, patches) if later else self._compiled(work, growth.plans, patches, device)
+        if later:
+            compiled = _awaited(growth.plans, patches)
+        else:
+            compiled = self._compiled(work, growth.plans, in_layouts(patches, work.graph), device)
         bring_together(work.gm, [plan.nodes for plan, _ in compiled])
         for (plan, code), name in zip(compiled, _names(work.gm), strict=False):
             _put(work, plan, code, name)
@@ -192,7 +195,7 @@ class CompileRegions(GraphPass):
                         codes[key] = _with_kernels(*each)
             for key in codes:
                 with self._or_as_it_is(work, kinds[key]):
-                    made[key] = _tried(kinds[key].body, codes[key], key, device, patches)
+                    made[key] = _tried(kinds[key].body, codes[key], key, device)
         return made
 
     @contextmanager
@@ -245,18 +248,10 @@ def _with_kernels(codes: list[RegionCode], waits: Waits) -> list[RegionCode]:
 
 
 def _tried(
-    body: GraphModule, codes: Sequence[RegionCode], key: Hashable, device: torch.device, patches: dict[str, Any]
+    body: GraphModule, codes: Sequence[RegionCode], key: Hashable, device: torch.device
 ) -> tuple[RegionCode, Outcome]:
-    """The code of a region and the outcome of its trial. Slower code gets a second one, in the layouts of eager."""
     code = codes[0] if len(codes) == 1 else faster(body, codes[1], codes[0], key, device)
-    outcome = tried(body, code, key, device)
-    if outcome.is_kept or not (changed := in_eager_layouts(body, patches, device)):
-        return code, outcome
-    other = compile_region(body, changed)
-    second = tried(body, other, key, device)
-    if not second.is_kept or second.is_doubtful:
-        return replace(code, seconds=code.seconds + other.seconds), outcome
-    return replace(other, seconds=code.seconds + other.seconds), second
+    return code, tried(body, code, key, device)
 
 
 def region_device(graph: Graph) -> torch.device | None:
