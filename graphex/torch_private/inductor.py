@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial, wraps
@@ -166,7 +166,7 @@ def without_inductor() -> str:
     """Why this torch cannot compile a region; empty if it can. Importing Inductor takes a second, the first time."""
     try:
         _entry()
-        for path in _NAMES:
+        for path in (*_NAMES, *map(".".join, _MENDS)):
             find(path)
     except (ImportError, AttributeError) as error:
         return f"this torch has no Inductor as graphex knows it ({error})"
@@ -299,18 +299,6 @@ def kernels_awaited_later(patches: Mapping[str, Any]) -> Iterator[list[Callable[
         yield waits
 
 
-@contextmanager
-def _mended() -> Iterator[None]:
-    """Have Inductor write right code where it is known not to."""
-    kernel, tile = find("torch._inductor.scheduler.SchedulerNode"), find("torch._inductor.codegen.cpp.CppTile2DKernel")
-    with replaced_in_this_thread(tile, "transform_indexing", _within_tile_once):
-        if torch.__version__ >= "2.14":
-            yield
-            return
-        with replaced_in_this_thread(kernel, "recompute_size_and_body", _recompute_in_order):
-            yield
-
-
 def _within_tile_once(original: Callable[..., Any], tile: Any, index: Any) -> Any:
     """The index of an element in a tile of C++ code. For a sum by index Inductor adds the place in the tile twice, and
     writes behind the end of the result.
@@ -328,6 +316,23 @@ def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, *
     waits = type(kernel.read_writes.reads)(each for each in kernel.read_writes.reads if isinstance(each, added))
     original(kernel, *args, **kwargs)
     kernel.set_read_writes(kernel.read_writes.with_read(waits).rename(kernel.mutation_renames))
+
+
+# (class, method) -> what is called in its place while a region is compiled
+_MENDS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch._inductor.codegen.cpp.CppTile2DKernel", "transform_indexing"): _within_tile_once,
+}
+if torch.__version__ < "2.14":
+    _MENDS["torch._inductor.scheduler.SchedulerNode", "recompute_size_and_body"] = _recompute_in_order
+
+
+@contextmanager
+def _mended() -> Iterator[None]:
+    """Have Inductor write right code where it is known not to."""
+    with ExitStack() as stack:
+        for (owner, method), mend in _MENDS.items():
+            stack.enter_context(replaced_in_this_thread(find(owner), method, mend))
+        yield
 
 
 def _first_of(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:

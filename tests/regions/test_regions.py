@@ -1370,6 +1370,16 @@ def test_what_inductor_cannot_compile_runs_as_it_is(monkeypatch):
     assert record.reason == "RuntimeError: no room for another kernel"
 
 
+def test_without_a_function_that_is_replaced_nothing_is_compiled_and_one_record_says_so(monkeypatch):
+    monkeypatch.delattr(import_module("torch._inductor.codegen.cpp").CppTile2DKernel, "transform_indexing")
+    run, x = compiled(chain), torch.randn(4, 8)
+    with pytest.warns(graphex.GraphexWarning, match="nothing is compiled in regions"):
+        assert torch.equal(run(x), chain(x))
+    assert regions(run) == []
+    (record,) = graphex.journal(run).fallbacks
+    assert "transform_indexing" in record.reason
+
+
 TWO_REGIONS = """
 import torch, graphex
 
