@@ -65,7 +65,18 @@ _IMPORTS = dis.opmap["IMPORT_NAME"]
 _PROCESS = frozenset(  # names by which a function asks for what only its process knows
     {
         *("environ", "environb", "getenv", "argv", "getcwd", "open", "read_text", "read_bytes", "load", "urlopen"),
-        *("globals", "__builtins__", "_getframe", "currentframe", "eval", "exec", "__import__", "import_module"),
+        *("exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "scandir", "iterdir", "glob", "rglob", "stat"),
+        *(
+            "globals",
+            "__globals__",
+            "__builtins__",
+            "_getframe",
+            "currentframe",
+            "eval",
+            "exec",
+            "__import__",
+            "import_module",
+        ),
         *("__annotations__", "get_annotations", "get_type_hints"),  # they may hold anything
     }
 )

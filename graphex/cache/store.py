@@ -216,7 +216,7 @@ def _entries(folder: Folder) -> Iterator[Entry]:
         if name.endswith(CALL):
             calls[name.partition(".")[0]].append(name)
     for name in names:
-        if not name.endswith(GRAPH) or name.startswith("."):
+        if not (_NAME.fullmatch(name) and name.endswith(GRAPH)):  # somebody else's
             continue
         id = name.removesuffix(GRAPH)
         with suppress(FileNotFoundError):  # another process removes it

@@ -464,7 +464,8 @@ def _store() -> CacheStore:
 def _entry_row(store: CacheStore, entry: Entry, now: float) -> dict[str, Any]:
     key = store.key(entry.id)
     graph = "cannot be read" if key is None else _graph(key)
-    return {"id": entry.id, "graph": graph, "bytes": entry.bytes, "age": now - entry.made, "hits": entry.hits}
+    age = max(0.0, now - entry.made)  # another clock made it, or it was made since
+    return {"id": entry.id, "graph": graph, "bytes": entry.bytes, "age": age, "hits": entry.hits}
 
 
 def _graph(key: CacheKey) -> str:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
 from types import NoneType
 from typing import Any
 
@@ -29,6 +30,8 @@ from graphex.runtime.captured_graph import waiting_for_no_turn
 from graphex.torch_private.symbolic import pytree
 
 AHEAD = 3
+
+_REPLACED = "the step puts other tensors or numbers into the state, which a replay would not see; write them in place"
 
 compiling = threading.RLock()  # torch takes what another thread traces for a part of what this one calls
 
@@ -268,9 +271,10 @@ def decode_loop(
     `step` is torch code, compiled or not, that reads and writes the tensors in `state` in place (caches, the token to
     go on from, positions) and returns the tokens of this step, or these and a boolean tensor that is True when the loop
     is finished. On a GPU it is called twice, once as it is and once to be captured as one CUDA graph, which is replayed
-    from then on; so it must not look at values on the host. The host launches up to `ahead` steps before it has read
-    the first of them: a step that runs after the finished one must leave `state` as it is, or `ahead` must be 1. On a
-    CPU every step is called, and none runs after the finished one.
+    from then on; so it must not look at values on the host. A step that puts another tensor or number into `state` is
+    not captured. The host launches up to `ahead` steps before it has read the first of them: a step that runs after the
+    finished one must leave `state` as it is, or `ahead` must be 1. On a CPU every step is called, and none runs after
+    the finished one.
     """
     if not callable(step):
         raise InputError(f"decode_loop takes a function of the state, got {type(step).__name__}.")
@@ -278,7 +282,8 @@ def decode_loop(
         raise InputError(f"max_steps is a number of steps, got {max_steps!r}.")
     if not isinstance(ahead, int) or ahead < 1:
         raise InputError(f"ahead is how many steps may be in flight, at least 1, got {ahead!r}.")
-    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
+    held = pytree.tree_leaves(state)
+    tensors = [leaf for leaf in held if isinstance(leaf, Tensor)]
     if not tensors:
         raise InputError("the state of a decode_loop holds the tensors that its steps read and write; there are none.")
     device, journal = device_of({tensor.device for tensor in tensors}), Journal()
@@ -286,5 +291,10 @@ def decode_loop(
     def body() -> tuple[Tensor, Tensor | None]:
         return _results(step(state))
 
-    call = FixedCall(torch.no_grad()(body), device, journal, "decode_loop")
+    def check() -> None:
+        now = pytree.tree_leaves(state)
+        if device.captures and not (len(now) == len(held) and all(map(is_, now, held))):
+            call.stay_as_it_is(_REPLACED)
+
+    call = FixedCall(torch.no_grad()(body), device, journal, "decode_loop", check)
     return _Loop(DecodeLoop(call, device, max_steps=max_steps, ahead=ahead), journal)

@@ -395,9 +395,18 @@ HELD = {
     ),
     "an environment variable": "import os\ndef p(): return os.environ['GRAPHEX_TESTED']",
     "its globals": "def p(): return globals()['K']",
+    "its globals, by an attribute": "def p(): return p.__globals__['K']",
     "a file": "def p(): return open('$').read()",
     "an object nested deeply": "held = []\nfor _ in range(5000): held = [held]\nheld.append($)\ndef p(): return held",
 }
+
+
+@pytest.mark.parametrize(
+    "asked", ["os.path.exists('x')", "os.listdir()", "Path('x').is_file()", "list(Path('x').glob('*'))"]
+)
+def test_a_pass_that_asks_which_files_there_are_has_no_fingerprint(asked):
+    with pytest.raises(NoFingerprintError, match="what that gives is not known"):
+        fingerprint(made_by(f"import os\nfrom pathlib import Path\ndef p(): return {asked}", 5))
 
 
 @pytest.mark.parametrize("held", HELD)

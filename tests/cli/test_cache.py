@@ -48,6 +48,23 @@ def test_list_says_what_is_stored(two):
     assert "2 graphs" in called("list")
 
 
+def test_a_graph_of_a_clock_that_is_ahead_is_listed_as_new(two):
+    for file in CacheStore().path.iterdir():
+        os.utime(file, (4e9, 4e9))
+    assert [each["age"] for each in json.loads(called("list", "--json"))["graphs"]] == [0, 0]
+    assert called("list").count("0 s") == 2
+
+
+def test_what_others_put_into_the_folder_is_no_graph_and_stays(two):
+    path = CacheStore().path
+    (path / "backup.graph").mkdir()
+    (path / os.fsdecode(b"\xff.graph")).touch()
+    assert len(json.loads(called("list", "--json"))["graphs"]) == 2
+    assert "2 of 2 graphs are as they were written" in called("verify")
+    assert "removed 2 graphs" in called("clear")
+    assert len(list(path.iterdir())) == 2
+
+
 def test_export_of_an_empty_cache_writes_nothing(folder, tmp_path):  # noqa: F811
     path = tmp_path / "graphs.tar.gz"
     assert "nothing is stored" in called("export", path, code=1)

@@ -76,6 +76,18 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(captures):
     assert found == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.parametrize("what", ["count", "number"])
+def test_a_step_that_replaces_what_is_in_its_state_runs_as_it_is(captures, what):
+    def step(given: dict[str, Tensor | int]) -> Tensor:
+        given[what] = given[what] + 1
+        return given["count"] + given["number"]
+
+    loop = graphex.decode_loop(step, {**state(), "number": 0}, max_steps=6)
+    with pytest.warns(graphex.GraphexWarning, match="puts other tensors or numbers into the state"):
+        assert [int(tokens) for tokens in loop] == [1, 2, 3, 4, 5, 6]
+    assert loop.journal.captures == []
+
+
 def test_an_error_in_a_step_is_the_callers(captures):
     def step(given: dict[str, Tensor]) -> Tensor:
         raise ValueError("mine")
