@@ -237,9 +237,9 @@ def numbers(tensor: Tensor) -> Tensor:
 def difference(found: Any, original: Any, exact: Any | None, terms: int = 1) -> tuple[str, float]:
     """(problem, error): there is no problem if `found` is as near to `exact` as `original` is, within a factor 2.
 
-    `found` may also be off by what rounding amounts to where so many `terms` are added one after the other. Without an
-    exact value the two are compared with the usual tolerances of their type. The error is NaN where the values cannot
-    be read; the problem is then the reason.
+    Where so many `terms` are added one after the other, `found` may be off by what their rounding amounts to. Without
+    an exact value the two are compared with the usual tolerances of their type. The error is NaN where the values
+    cannot be read; the problem is then the reason.
     """
     if not isinstance(original, Tensor):
         return ("" if same_value(found, original) else f"{found!r} instead of {original!r}"), 0.0
@@ -294,19 +294,21 @@ def _float_difference(found: Tensor, original: Tensor, exact: Tensor | None, ter
         return problem, worst
     mine = float((a - reference)[known].abs().max())
     theirs = float((b - reference)[known].abs().max())
-    slack = _rounding(original.dtype, terms) * float(reference[known].abs().max())
-    if mine <= 2 * theirs + slack:
+    growth = _growth(original.dtype, terms)
+    slack = growth * torch.finfo(original.dtype).eps * float(reference[known].abs().max())
+    if mine <= max(2, growth) * theirs + slack:
         return "", max(mine, worst)
     return f"the error against float64 is {mine:.3g}; the original graph's is {theirs:.3g}", mine
 
 
-def _rounding(dtype: torch.dtype, terms: int) -> float:
-    """The relative error that is expected of a sum of so many terms; those of 16 bits are added in float32.
+def _growth(dtype: torch.dtype, terms: int) -> float:
+    """How many times the rounding of one number is expected of a sum of so many; those of 16 bits are added in float32.
 
-    Each addition rounds. The errors have either sign, so they grow as the root of their number.
+    Each addition rounds. The errors have either sign, so they grow as the root of their number. Where the terms cancel
+    out, as in the gradient of a bias before a batch norm, the error of the original says how large they were.
     """
     eps = torch.finfo(dtype).eps
-    return max(eps, sqrt(terms) * min(eps, torch.finfo(torch.float32).eps))
+    return max(1.0, sqrt(terms) * min(eps, torch.finfo(torch.float32).eps) / eps)
 
 
 def _close(found: Tensor, original: Tensor, where: Tensor) -> tuple[str, float]:

@@ -29,13 +29,15 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from graphex.env import lean_imports
 from graphex.errors import one_line
 from graphex.torch_private.dynamo import profiler_enabled
 from graphex.torch_private.lookup import find, replaced_in_this_thread
 from graphex.torch_private.symbolic import FakeTensorMode, unlogged
+
+aten = torch.ops.aten
 
 T = TypeVar("T")
 MATCHER = "torch._inductor.pattern_matcher"
@@ -199,7 +201,7 @@ def flags_of_cpp() -> dict[str, str]:
     the changes here. It counts them.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=2"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=3"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -306,6 +308,25 @@ def _within_tile_once(original: Callable[..., Any], tile: Any, index: Any) -> An
     return index if tile.inner_itervar() in index.free_symbols else original(tile, index)
 
 
+def _keep_what_is_overwritten(original: Callable[[Graph], None], graph: Graph) -> None:
+    """Drop what does nothing, and copy what an input held where that is read behind a write to the input.
+
+    Inductor takes the copy `t` for `x` in `t = x.clone(); x.copy_(y); y.copy_(t)`, and leaves `y` as it was.
+    """
+    original(graph)
+    storage = find("torch._inductor.fx_utils.get_node_storage")
+    writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    written: set[Any] = set()
+    for write in writes:
+        target, value = write.args[:2]
+        if storage(value) in written:
+            with graph.inserting_before(writes[0]):
+                kept = graph.call_function(aten.clone.default, (value,))
+            kept.meta["val"] = value.meta["val"].clone()
+            write.replace_input_with(value, kept)
+        written |= {storage(target)} - {None}
+
+
 def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> None:
     """Change the loops of a kernel, and keep it behind the writes that it waits for.
 
@@ -318,9 +339,10 @@ def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, *
     kernel.set_read_writes(kernel.read_writes.with_read(waits).rename(kernel.mutation_renames))
 
 
-# (class, method) -> what is called in its place while a region is compiled
+# (module or class, function) -> what is called in its place while a region is compiled
 _MENDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._inductor.codegen.cpp.CppTile2DKernel", "transform_indexing"): _within_tile_once,
+    ("torch._inductor.fx_passes.post_grad", "remove_noop_ops"): _keep_what_is_overwritten,
 }
 if torch.__version__ < "2.14":
     _MENDS["torch._inductor.scheduler.SchedulerNode", "recompute_size_and_body"] = _recompute_in_order

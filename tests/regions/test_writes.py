@@ -224,6 +224,21 @@ def test_writes_that_compiled_code_could_make_otherwise_are_right(program):
             same(run, program, (torch.randn(3, 4), torch.randn(shape), torch.tensor([place])))
 
 
+@pytest.mark.parametrize("kept", [torch.clone, lambda x: x.double().float(), lambda x: x.view(2, 2).clone().view(4)])
+def test_inputs_trade_places_in_a_region(kept):
+    def program(x, y, z):
+        old = kept(x)
+        x.copy_(kept(y))
+        y.copy_(z)
+        z.copy_(old)
+        return x.cos() * 2 + y
+
+    run = compiled(program)
+    with torch.no_grad():
+        same(run, program, (torch.randn(4), torch.randn(4), torch.randn(4)))
+    assert ([region.status for region in regions(run)], borders(run)) == (["compiled"], set())
+
+
 def test_a_region_that_does_without_its_code_has_written_once(monkeypatch):
     def program(x, cache):
         old = cache * 2
