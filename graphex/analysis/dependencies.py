@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -338,18 +338,19 @@ FEW = 16  # nodes in a row that can raise, or write
 def dependencies(graph: Graph, aliases: Aliases, *, events: bool = False) -> dict[Node, set[Node]]:
     """The dependency edges of a graph: for every node, others that have to run before it.
 
-    Besides values these are uses of one memory, everything with an effect the graph does not show, and writes that
-    the caller sees where something raises. `events`: nodes that order streams keep their place among the effects;
+    Besides values these are uses of one memory, everything with an effect the graph does not show, and what the caller
+    sees of both where something raises. `events`: nodes that order streams keep their place among the effects;
     without it they are left out, for a caller that knows what each of them orders (`keep_epochs`).
     """
     before = {node: set(node.all_input_nodes) for node in graph.nodes}
+    hidden = set(filter(has_hidden_effect, graph.nodes))
     last_effect: Node | None = None
     for node in graph.nodes:
-        if has_hidden_effect(node) or (events and synchronisation(node) is not None):
+        if node in hidden or (events and synchronisation(node) is not None):
             if last_effect is not None:
                 before[node].add(last_effect)
             last_effect = node
-    for earlier, later in (*hazards(graph, aliases), *seen_when_raising(graph, aliases)):
+    for earlier, later in (*hazards(graph, aliases), *seen_when_raising(graph, aliases, hidden)):
         before[later].add(earlier)
     return before
 
@@ -382,20 +383,21 @@ def hazards(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
         yield from ((other, node) for other in dict.fromkeys(earlier) if other is not node)
 
 
-def seen_when_raising(graph: Graph, aliases: Aliases) -> Iterator[tuple[Node, Node]]:
-    """Pairs of a node that may raise and a write to memory of the caller, in their order.
+def seen_when_raising(graph: Graph, aliases: Aliases, hidden: Collection[Node]) -> Iterator[tuple[Node, Node]]:
+    """Pairs of a node that may raise and a write to memory of the caller, or a node with a hidden effect, in their
+    order: random numbers move the caller's generator.
 
     Each write of several in a row is ordered with each node around them that can raise. Of more than a few, the writes
     and the others keep their own order too, so that there are not too many pairs.
     """
-    can = set(filter(can_raise, graph.nodes)) if aliases.has_writes() else set()
+    can = set(filter(can_raise, graph.nodes)) if hidden or aliases.has_writes() else set()
     if not can:
         return
     writing: list[Node] = []
     raising: list[Node] = []
     is_behind_write = False
     for node in graph.nodes:
-        if aliases.writes_for_caller(node):
+        if node in hidden or aliases.writes_for_caller(node):
             writing = writing if is_behind_write else []
             earlier = writing[-1:] if len(raising) > FEW and writing else raising
             yield from ((other, node) for other in earlier)

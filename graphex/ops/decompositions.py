@@ -3,17 +3,17 @@
 graphex keeps every op that has a kernel, so that a graph computes, bit for bit, what eager does. It decomposes only
 synonyms, so that a rewrite rule has one spelling to know. Patterns are traced with the same table.
 
-===========================  ==========================================
+===========================  ==================================================
 `aten.t`                     `aten.transpose.int(x, 0, 1)`
 `aten._unsafe_view`          `aten.view`
 `aten._reshape_alias`        `aten.view`
 `prims.fma(a, b, c)`         `aten.add(c, aten.mul(a, b))`
 `aten.index_put([mask], v)`  `aten.where(mask, v, x)`, of one number `v`
 `aten.bmm(a, b)`             `aten.mul(a, b)`, where it sums nothing
-`aten.batch_norm`            the same, of a contiguous input, on a CPU
+`aten.batch_norm`            the same, of an input in its kernel's layout, on a CPU
 `aten.index(x, [i.T])`       `aten.index(x, [i])`, transposed
 `aten.nll_loss2d`            the same, of contiguous classes
-===========================  ==========================================
+===========================  ==================================================
 
 Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last three are no synonyms: of
 what is transposed, the CPU's batch norm, and reads by index and losses of pixels on any device, return another layout
@@ -62,12 +62,18 @@ def _bmm(a: Tensor, b: Tensor) -> Any:
     return made if made.is_contiguous() else NotImplemented
 
 
-def _batch_norm(x: Tensor, *others: Any) -> Any:
-    """Batch norm in inference."""
-    formats = (torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim()))
-    if x.device.type != "cpu" or any(each and x.is_contiguous(memory_format=each) for each in formats):
+def _batch_norm(op: Callable[..., Any], count: int, *args: Any) -> Any:
+    """A batch norm of x, or its derivative of (gradient, x): on a CPU all of these lie as the result does.
+
+    The kernels return what is contiguous or in channels last, whichever x is more like; a trace has the order of x.
+    """
+    from graphex.torch_private.symbolic import suggest_memory_format  # as in `_outer_first`
+
+    given, others = args[:count], args[count:]
+    layout = suggest_memory_format(given[-1])
+    if given[-1].device.type != "cpu" or all(each.is_contiguous(memory_format=layout) for each in given):
         return NotImplemented
-    return aten._native_batch_norm_legit_no_training.default(x.contiguous(), *others)
+    return op(*(each.contiguous(memory_format=layout) for each in given), *others)
 
 
 def _index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
@@ -130,6 +136,10 @@ def _nll_loss2d(x: Tensor, target: Tensor, *others: Any) -> Any:
     return aten.nll_loss2d_forward.default(x, target.contiguous(), *others)
 
 
+_BATCH_NORMS = (
+    *(aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default),
+    aten._native_batch_norm_legit.no_stats,
+)
 CANONICAL: Table = {
     **{op: partial(_index, op) for op in (aten.index.Tensor, aten._unsafe_index.Tensor)},
     aten.nll_loss2d_forward.default: _nll_loss2d,
@@ -138,7 +148,8 @@ CANONICAL: Table = {
     aten._unsafe_view.default: _unsafe_view,
     aten._reshape_alias.default: _reshape_alias,
     aten.bmm.default: _bmm,
-    aten._native_batch_norm_legit_no_training.default: _batch_norm,
+    **{op: partial(_batch_norm, op, 1) for op in _BATCH_NORMS},
+    aten.native_batch_norm_backward.default: partial(_batch_norm, aten.native_batch_norm_backward.default, 2),
 }
 
 

@@ -38,6 +38,9 @@ else:
     statically_known_true = private("torch.fx.experimental.symbolic_shapes.statically_known_true")
 
 
+suggest_memory_format = private("torch._prims_common.suggest_memory_format")
+"""The layout, contiguous or channels last, in which ops make a result that cannot have the strides of a tensor."""
+
 _unset_fake = private("torch._subclasses.fake_tensor.unset_fake_temporarily")
 
 NEEDS_A_VALUE: tuple[type[Exception], ...] = (

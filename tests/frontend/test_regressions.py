@@ -249,8 +249,8 @@ def test_the_inputs_of_a_first_training_call_are_let_go():
     assert given() is None
 
 
-@torch.no_grad()
-def test_a_batch_norm_of_what_is_transposed_can_be_viewed():
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_batch_norm_of_what_is_transposed_can_be_viewed(trains):
     """The CPU's kernel returns another layout than its fake says."""
 
     class Norm(torch.nn.Module):
@@ -261,8 +261,18 @@ def test_a_batch_norm_of_what_is_transposed_can_be_viewed():
         def forward(self, x):
             return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
-    model, x = Norm().eval(), torch.randn(3, 5, 8)
-    torch.testing.assert_close(torch.compile(model, backend="graphex")(x), model(x))
+    model, x = Norm().train(trains), torch.randn(3, 5, 8)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+
+
+def test_the_derivative_of_a_batch_norm_can_be_viewed():
+    norm, x, weight = nn.BatchNorm2d(3), torch.randn(2, 60, requires_grad=True), torch.randn(2, 3, 4, 5)
+
+    def loss(x: Tensor) -> Tensor:
+        return (norm(x.view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)) * weight).sum()
+
+    (found,), (wanted,) = (torch.autograd.grad(run(x), x) for run in (compiled(loss), loss))
+    torch.testing.assert_close(found, wanted)
 
 
 READ = {

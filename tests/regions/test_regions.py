@@ -553,6 +553,21 @@ def test_what_torch_traces_with_other_strides_keeps_eagers(uncompiled, name):
         close(found, wanted)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_batch_norms_have_eagers_strides(trains):
+    norm = nn.BatchNorm2d(4)
+
+    def program(x):
+        normal = [norm.train(trains)(each) for each in (x.transpose(2, 3), x[:, :, 1:], x[:, :, :1].expand(2, 4, 3, 6))]
+        return [each.sin() + 1 for each in normal]
+
+    x = torch.randn(2, 4, 5, 6)
+    for image in (x, x.to(memory_format=torch.channels_last)):
+        for found, wanted in zip(compiled(program)(image), program(image), strict=True):
+            assert found.stride() == wanted.stride()
+            close(found, wanted)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(5.0)}, {"reduction": "sum"}],
@@ -628,6 +643,26 @@ def test_several_writes_stay_behind_what_may_raise_and_before_it(uncompiled):
         assert reason == expected
         close((found, mine), (wanted, theirs))
     assert not graphex.journal(run).fallbacks
+
+
+def drawn_behind(x, i):
+    y = torch.sin(x[i]) * 2 + 1
+    return y, torch.rand(3) * y.cos()
+
+
+def drawn_before(x, i):
+    drawn = torch.rand(3)
+    y = torch.sin(x[i]) * 2 + 1
+    return y, drawn * y.cos()
+
+
+@pytest.mark.parametrize("program", [drawn_behind, drawn_before])
+def test_random_numbers_are_drawn_behind_what_may_raise_or_before_it(uncompiled, program):
+    states, x = [], torch.randn(4, 3)
+    for run in (compiled(program), program):
+        torch.manual_seed(0)
+        states.append([(outcome(run, x, torch.tensor([index]))[0], torch.rand(1)) for index in (1, 7, 1)])
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("rows", [0, 3])
