@@ -49,6 +49,7 @@ from graphex.analysis.shapes import (
     ABSOLUTE_VIEWS,
     SeenStrides,
     absolutely_addressed,
+    fills_its_storage,
     may_be_empty,
     same_offset,
     shares_offset_with,
@@ -133,6 +134,7 @@ class Aliases:
         self._joined: dict[Storage, Storage] = {}
         self._inputs: set[Storage] = set()
         self._outputs: dict[Storage, set[int]] = {}  # the places of the outputs that may live in a memory
+        self._users_results = 0  # the outputs behind them are saved for a backward
         self._made_again: dict[int, Node] = {}  # place among the outputs -> the input that the user gets a view of
         self._writes: dict[Storage, list[int]] = {}
         self._reads: dict[Storage, list[int]] = {}
@@ -327,7 +329,7 @@ class Aliases:
         if self.written_between(kept, node, self.last_read(node)):
             return "the original is written to while the copy is still read"
         if self.reaches_output(node):
-            return self._why_not_returned(mine, theirs)
+            return self._why_not_returned(mine, theirs) or self._why_not_a_part(mine, kept.meta.get("val"))
         return None
 
     def join(self, node: Node, kept: Node) -> None:
@@ -365,6 +367,7 @@ class Aliases:
             inputs = node.graph.find_nodes(op="placeholder")
             self._made_again = {place: inputs[base] for place, base in node.meta.get(REGENERATED, {}).items()}
             self._returned = set(node_leaves(node.args))
+            self._users_results = node.meta.get(RETURNED, len(leaves))
             self._note_besides(node, self.in_use.end())
             return
         op = operator_of(node)
@@ -531,6 +534,11 @@ class Aliases:
             return "an output would be memory that a custom op may have kept"
         together = self._outputs_in(theirs) <= self._outputs_in(mine)
         return None if together else "two outputs would begin to share memory"
+
+    def _why_not_a_part(self, mine: frozenset[Storage], kept: Any) -> str | None:
+        is_users = any(place < self._users_results for place in self._outputs_in(mine))
+        is_whole = not isinstance(kept, torch.Tensor) or kept.layout is not torch.strided or fills_its_storage(kept)
+        return "an output would be a part of a larger memory" if is_users and not is_whole else None
 
     def _outputs_in(self, storages: frozenset[Storage]) -> set[int]:
         """The places of the outputs that may live in some memory."""

@@ -49,7 +49,13 @@ from graphex.analysis.effects import (
 )
 from graphex.analysis.graphs import extract, node_line, placement, values_from_outside
 from graphex.analysis.happens_before import Access, Clocks, Memory, Order, Stream, accesses
-from graphex.analysis.shapes import known_equal, known_true, same_layout, same_offset, with_true_offset
+from graphex.analysis.shapes import (
+    fills_its_storage,
+    known_true,
+    same_layout,
+    same_offset,
+    with_true_offset,
+)
 from graphex.errors import Refusal
 from graphex.torch_private.symbolic import hint_of
 
@@ -245,14 +251,6 @@ def _expected(reason: str, node: Node | None = None) -> Refusal:
 def _with_line(reason: str, node: Node | None) -> str:
     line = node_line(node) if node is not None else ""
     return f"{reason} ({line})" if line else reason
-
-
-def fills_its_storage(value: Tensor) -> bool:
-    """Whether a tensor fills its storage. One that does not would keep all of it alive, and its offset would show."""
-    if any(stride == 0 for stride in value.stride()):
-        return False
-    size = value.numel() * value.element_size()
-    return known_equal(value.storage_offset(), 0) and known_equal(value.untyped_storage().nbytes(), size)
 
 
 # -- the contract of a graph -------------------------------------------------------------------------------------------

@@ -70,6 +70,14 @@ def same_offset(left: Any, right: Any) -> bool:
     return known_equal(left.storage_offset(), right.storage_offset())
 
 
+def fills_its_storage(value: torch.Tensor) -> bool:
+    """Whether a tensor fills its storage. One that does not would keep all of it alive, and its offset would show."""
+    if any(stride == 0 for stride in value.stride()):
+        return False
+    size = value.numel() * value.element_size()
+    return known_equal(value.storage_offset(), 0) and known_equal(value.untyped_storage().nbytes(), size)
+
+
 def is_dense(value: torch.Tensor) -> bool:
     """Whether each element of a tensor of known sizes has a place of its own, wherever its strides leave gaps."""
     if not all(isinstance(each, int) for each in (*value.shape, *value.stride())):

@@ -13,6 +13,7 @@ one that loads compiled regions. `GRAPHEX_LEAN_IMPORTS=off` switches it off.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import pickle
 import sys
@@ -29,7 +30,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from graphex.env import lean_imports
 from graphex.errors import one_line
@@ -201,7 +202,7 @@ def flags_of_cpp() -> dict[str, str]:
     the changes here. It counts them.
     """
     name, cpp = "enable_floating_point_contract_flag", find("torch._inductor.config").cpp
-    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=3"} if hasattr(cpp, name) else {}
+    return {f"cpp.{name}": f"{getattr(cpp, name)} -fwrapv -DGRAPHEX_CODE=4"} if hasattr(cpp, name) else {}
 
 
 def inductor_settings() -> dict[str, Any]:
@@ -308,23 +309,33 @@ def _within_tile_once(original: Callable[..., Any], tile: Any, index: Any) -> An
     return index if tile.inner_itervar() in index.free_symbols else original(tile, index)
 
 
-def _keep_what_is_overwritten(original: Callable[[Graph], None], graph: Graph) -> None:
-    """Drop what does nothing, and copy what an input held where that is read behind a write to the input.
+def _keep_copies(original: Callable[[Graph], None], graph: Graph) -> None:
+    """Drop what does nothing, but copies that someone sees.
 
-    Inductor takes the copy `t` for `x` in `t = x.clone(); x.copy_(y); y.copy_(t)`, and leaves `y` as it was.
+    Inductor takes the copy `t` for `x` in `t = x.clone(); x.copy_(y); y.copy_(t)`, and leaves `y` as it was. It returns
+    a part of a larger buffer in the place of a copy of this part.
     """
+    storage, output = find("torch._inductor.fx_utils.get_node_storage"), graph.output_node()
+    before = set(output.all_input_nodes)
     original(graph)
-    storage = find("torch._inductor.fx_utils.get_node_storage")
+
+    def copied(user: Node, value: Node, place: Node) -> None:
+        with graph.inserting_before(place):
+            copy = graph.call_function(aten.clone.default, (value,))
+        copy.meta["val"] = value.meta["val"].clone()
+        user.replace_input_with(value, copy)
+
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     written: set[Any] = set()
     for write in writes:
         target, value = write.args[:2]
         if storage(value) in written:
-            with graph.inserting_before(writes[0]):
-                kept = graph.call_function(aten.clone.default, (value,))
-            kept.meta["val"] = value.meta["val"].clone()
-            write.replace_input_with(value, kept)
+            copied(write, value, writes[0])
         written |= {storage(target)} - {None}
+    for value in output.all_input_nodes:
+        is_view = value.target is operator.getitem or storage(value) in map(storage, value.all_input_nodes)
+        if is_view and value not in before:
+            copied(output, value, output)
 
 
 def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> None:
@@ -342,7 +353,7 @@ def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, *
 # (module or class, function) -> what is called in its place while a region is compiled
 _MENDS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._inductor.codegen.cpp.CppTile2DKernel", "transform_indexing"): _within_tile_once,
-    ("torch._inductor.fx_passes.post_grad", "remove_noop_ops"): _keep_what_is_overwritten,
+    ("torch._inductor.fx_passes.post_grad", "remove_noop_ops"): _keep_copies,
 }
 if torch.__version__ < "2.14":
     _MENDS["torch._inductor.scheduler.SchedulerNode", "recompute_size_and_body"] = _recompute_in_order

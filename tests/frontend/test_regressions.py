@@ -52,6 +52,18 @@ def test_a_result_is_not_a_corner_of_a_larger_buffer():
     assert out.untyped_storage().nbytes() == 16
 
 
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize(
+    "part", [lambda y: y[2:6].clone(), lambda y: y.chunk(2)[1].clone(), lambda y: y.view(2, 8).unbind()[1].clone()]
+)
+def test_a_copy_of_a_part_does_not_keep_the_whole(part, regions, monkeypatch):
+    monkeypatch.setenv("GRAPHEX_REGIONS", "on")
+    run = torch.compile(lambda x: part((x.sin() * 2).exp()), backend="graphex", options={"regions": regions})
+    out = run(torch.arange(16.0))
+    assert bool(graphex.journal(run).regions) == regions
+    assert (out.storage_offset(), out.untyped_storage().nbytes()) == (0, 4 * out.numel())
+
+
 TABLE = torch.arange(4.0)
 
 
