@@ -81,6 +81,7 @@ _INEXACT_OF_DOUBLES_ON_GPU = frozenset({aten.hardsigmoid, aten.hardswish, aten.s
 _WITH_PLACES = frozenset({aten.max, aten.min})  # along a dimension
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _WIDENED = frozenset({torch.bfloat16, torch.float16})  # Inductor computes in float32 instead
+_LOGITS = frozenset({aten.logit, aten.logit_backward})
 _BOOLEAN = frozenset({aten.all, aten.any})  # to Inductor; of uint8 they are uint8
 _BYTES = frozenset({torch.int8, torch.uint8})
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default})
@@ -341,6 +342,8 @@ def _why_not_in_cpp(node: Node, op: torch._ops.OpOverloadPacket) -> str:
         return "Inductor gives it the type of its first argument"
     if op is aten.pow and node.args[1] in (0.5, -0.5) and read & _WIDENED:
         return "Inductor's C++ code takes a root, and eager's power of 16 bits is another one"
+    if op in _LOGITS and read & _WIDENED:
+        return "of 1 less a small number eager makes 1 with 16 bits, and the logit infinite"
     if op in _NORMS and read & _WIDENED and torch.float32 in _types_of_read(node, (1, 2)):
         return "Inductor rounds its statistics to 16 bits, and eager keeps them in float32"
     if op is aten.native_group_norm_backward and len(read) > 1 and _WIDENED & _types_of_read(node, (0,)):

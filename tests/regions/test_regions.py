@@ -2023,6 +2023,15 @@ def test_gelu_of_what_is_infinite_is_its_limit():
     assert regions(run)
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_the_logit_of_16_bits_is_infinite_where_eagers_is(narrow):
+    def program(x):
+        return torch.logit(x.abs(), 1e-6).cos().square() + torch.logit(x.abs() * 1, 1e-6)
+
+    x = torch.tensor([0.0, 0.5, 1.0, -1.0] * 8, dtype=narrow)
+    torch.testing.assert_close(compiled(program)(x), program(x), equal_nan=True)
+
+
 def test_the_next_number_is_that_of_the_type():
     def program(x):
         return torch.nextafter(x * 2, x.new_tensor(inf)).abs() + x.sin()
