@@ -13,11 +13,12 @@ synonyms, so that a rewrite rule has one spelling to know. Patterns are traced w
 `aten.batch_norm`            the same, of an input in its kernel's layout, on a CPU
 `aten.index(x, [i.T])`       `aten.index(x, [i])`, transposed
 `aten.nll_loss2d`            the same, of contiguous classes
+`aten.max_unpool2d`          the same, in channels last as its input, on a CPU
 ===========================  ==================================================
 
-Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last three are no synonyms: of
-what is transposed, the CPU's batch norm, and reads by index and losses of pixels on any device, return another layout
-than a trace says they do, and a view behind them would raise.
+Of `x[mask] = v` the kernel makes the host wait, which counts what the mask leaves. The last four are no synonyms: of
+what is transposed, the CPU's batch norm and unpooling, and reads by index and losses of pixels on any device, return
+another layout than a trace says they do, and a view behind them would raise.
 """
 
 from __future__ import annotations
@@ -136,6 +137,16 @@ def _nll_loss2d(x: Tensor, target: Tensor, *others: Any) -> Any:
     return aten.nll_loss2d_forward.default(x, target.contiguous(), *others)
 
 
+def _max_unpool2d(x: Tensor, indices: Tensor, size: list[int]) -> Any:
+    """Values where a pool has found them. An index counts rows of pixels, however these lie in memory."""
+    from graphex.torch_private.symbolic import suggest_memory_format
+
+    if x.device.type != "cpu" or suggest_memory_format(x) == torch.contiguous_format:
+        return NotImplemented
+    made: Tensor = aten.max_unpool2d.default(x.contiguous(), indices.contiguous(), size)
+    return made.contiguous(memory_format=torch.channels_last)
+
+
 _BATCH_NORMS = (
     *(aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit_functional.default),
     aten._native_batch_norm_legit.no_stats,
@@ -143,6 +154,7 @@ _BATCH_NORMS = (
 CANONICAL: Table = {
     **{op: partial(_index, op) for op in (aten.index.Tensor, aten._unsafe_index.Tensor)},
     aten.nll_loss2d_forward.default: _nll_loss2d,
+    aten.max_unpool2d.default: _max_unpool2d,
     aten.index_put.default: _index_put,
     aten.t.default: _t,
     aten._unsafe_view.default: _unsafe_view,

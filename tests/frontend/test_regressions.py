@@ -287,6 +287,22 @@ def test_the_derivative_of_a_batch_norm_can_be_viewed():
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_unpooled_pixels_can_be_reshaped(layout):
+    """The CPU's kernel keeps the layout of the values, which its fake does not say."""
+
+    def program(x: Tensor) -> Tensor:
+        values, places = nn.functional.max_pool2d(x.sin(), 2, return_indices=True)
+        return nn.functional.max_unpool2d(values, places, 2).reshape(-1)
+
+    x = torch.randn(2, 3, 4, 6).to(memory_format=layout).requires_grad_()
+    weight = torch.randn(x.numel())
+    found, wanted = compiled(program)(x), program(x)
+    torch.testing.assert_close(found, wanted)
+    (mine,), (theirs,) = (torch.autograd.grad((each * weight).sum(), x) for each in (found, wanted))
+    torch.testing.assert_close(mine, theirs)
+
+
 READ = {
     "one index": lambda x, i: x[i.t()],
     "columns": lambda x, i: x[:, i.t()],
