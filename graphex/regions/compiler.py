@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -43,7 +44,7 @@ from graphex.device.base import Boxed as Boxed
 from graphex.kernels.tuning import LAUNCHES, Candidate, choice_of, choose
 from graphex.ops.definition import has_triton
 from graphex.regions.decompositions import decompositions_of, is_odd_product, misleading_patterns
-from graphex.regions.members import inlined_ops, is_generated, rounds_quotients
+from graphex.regions.members import inlined_ops, rounds_quotients
 from graphex.torch_private.graphs import around_python_dispatcher
 from graphex.torch_private.inductor import (
     OutputCode,
@@ -59,6 +60,7 @@ from graphex.torch_private.symbolic import hint_of, mode_of, unset_fake_temporar
 
 BYTES_ALIGNED = 16  # Inductor's code may rely on it, and copies an input that is not
 EAGER_LAYOUTS = {"layout_optimization": False}
+_CALLS = re.compile(r"\b(extern_kernels\.\w+|torch\.ops(\.\w+){3})\(")  # of kernels that are there, in Inductor's code
 AUTOTUNING = {"max_autotune": True, "coordinate_descent_tuning": True}  # Inductor's settings that try kernels
 
 
@@ -90,13 +92,13 @@ class RegionCode:
 
     @property
     def launches(self) -> int:
-        """How often a call launches kernels that Inductor wrote.
+        """How often a call launches kernels: those that Inductor wrote, and those of libraries and ops that it calls.
 
-        Counted in the text of the code, as `name.run(` and `name(`, at least once for each kernel: Inductor says how
-        many kernels it made, and not how often it calls them.
+        Counted in the text of the code, kernels as `name.run(` and `name(`, at least once each: Inductor says how many
+        kernels it made, and not how often it calls them.
         """
         counts = ((self.source.count(f"{name}.run("), self.source.count(f"{name}(")) for name in self.kernels)
-        return sum(max(1, *each) for each in counts)
+        return sum(max(1, *each) for each in counts) + len(_CALLS.findall(self.source))
 
 
 def awaited_code() -> RegionCode:
@@ -186,11 +188,8 @@ def _is_on_gpu(inputs: Sequence[Any]) -> bool:
 
 
 def launches(body: GraphModule, code: RegionCode) -> int:
-    """How many kernels a region launches: those that Inductor wrote, and the ops that it calls as they are."""
-    if code.is_awaited:
-        return sum(map(is_kernel, body.graph.nodes))
-    called = (node for node in body.graph.nodes if is_kernel(node) and not is_generated(node))
-    return code.launches + sum(node.target not in code.inlined for node in called)
+    """How many kernels a region launches; of one that waits for its code, its nodes do."""
+    return sum(map(is_kernel, body.graph.nodes)) if code.is_awaited else code.launches
 
 
 def _takes_and_returns(graph: GraphModule, inputs: int, outputs: int) -> bool:

@@ -77,6 +77,18 @@ def test_the_count_of_device_ops_before_is_the_same_whatever_the_options():
     assert len({re.search(r"(\d+) device ops ->", summary)[1] for summary in summaries}) == 1
 
 
+def test_lookups_that_compiled_code_makes_are_no_ops_of_their_own(regions):
+    class Tabular(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.dense = nn.ModuleList([nn.Embedding(9, 4) for _ in range(3)]), nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dense(torch.cat([table(x[:, place]) for place, table in enumerate(self.tables)], 1)).relu()
+
+    assert "6 device ops -> 3," in explained(Tabular(), torch.randint(9, (8, 3))).summary()
+
+
 def test_linear_layers_of_a_type_that_no_kernel_takes_are_no_missed_sites():
     report = attended(lift_idioms="always")
     assert "linears" not in report.summary()
