@@ -310,7 +310,7 @@ def _within_tile_once(original: Callable[..., Any], tile: Any, index: Any) -> An
 
 
 def _keep_copies(original: Callable[[Graph], None], graph: Graph) -> None:
-    """Drop what does nothing, but copies that someone sees.
+    """Drop ops that do nothing, but for copies that a caller can tell from the original.
 
     Inductor takes the copy `t` for `x` in `t = x.clone(); x.copy_(y); y.copy_(t)`, and leaves `y` as it was. It returns
     a part of a larger buffer in the place of a copy of this part.
@@ -319,23 +319,24 @@ def _keep_copies(original: Callable[[Graph], None], graph: Graph) -> None:
     before = set(output.all_input_nodes)
     original(graph)
 
-    def copied(user: Node, value: Node, place: Node) -> None:
+    def read_copy(reader: Node, value: Node, place: Node) -> None:
+        """Let `reader` read a copy of the value, which is made before `place`."""
         with graph.inserting_before(place):
-            copy = graph.call_function(aten.clone.default, (value,))
-        copy.meta["val"] = value.meta["val"].clone()
-        user.replace_input_with(value, copy)
+            made = graph.call_function(aten.clone.default, (value,))
+        made.meta["val"] = value.meta["val"].clone()
+        reader.replace_input_with(value, made)
 
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     written: set[Any] = set()
     for write in writes:
         target, value = write.args[:2]
         if storage(value) in written:
-            copied(write, value, writes[0])
+            read_copy(write, value, writes[0])
         written |= {storage(target)} - {None}
     for value in output.all_input_nodes:
         is_view = value.target is operator.getitem or storage(value) in map(storage, value.all_input_nodes)
         if is_view and value not in before:
-            copied(output, value, output)
+            read_copy(output, value, output)
 
 
 def _recompute_in_order(original: Callable[..., Any], kernel: Any, *args: Any, **kwargs: Any) -> None:
