@@ -66,17 +66,8 @@ _PROCESS = frozenset(  # names by which a function asks for what only its proces
     {
         *("environ", "environb", "getenv", "argv", "getcwd", "open", "read_text", "read_bytes", "load", "urlopen"),
         *("exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "scandir", "iterdir", "glob", "rglob", "stat"),
-        *(
-            "globals",
-            "__globals__",
-            "__builtins__",
-            "_getframe",
-            "currentframe",
-            "eval",
-            "exec",
-            "__import__",
-            "import_module",
-        ),
+        *("globals", "__globals__", "__builtins__", "_getframe", "currentframe"),
+        *("eval", "exec", "__import__", "import_module"),
         *("__annotations__", "get_annotations", "get_type_hints"),  # they may hold anything
     }
 )
