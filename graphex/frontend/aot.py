@@ -68,6 +68,7 @@ from graphex.torch_private.aot import (
 from graphex.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     compile_stage,
+    compiling,
     disable,
     dual_level,
     flatten_graph_inputs,
@@ -374,7 +375,9 @@ def _untraced(compile_phase: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile_backward(*args: Any) -> Any:
         inner = disable(compile_phase, reason="the backward compiler is not traced")
-        return disable(inner(*args), reason="the compiled backward is not traced")
+        with compiling():
+            made = inner(*args)
+        return disable(made, reason="the compiled backward is not traced")
 
     return compile_backward
 

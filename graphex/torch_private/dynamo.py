@@ -219,6 +219,20 @@ compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_fr
 """Held by the one thread that compiles: Inductor's configuration is the whole process's."""
 
 
+_marked_as_compiling = private("torch.compiler._compile_session_context", nullcontext)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Hold the lock of compilations to trace beside Dynamo, as in a backward, and say that it is torch.compile's trace.
+
+    What a trace sets holds for the whole process, up to torch 2.13. Threads that set it in turns would leave it set; a
+    thread that calls a compiled function meanwhile would raise, because it takes the trace for a user's.
+    """
+    with compile_lock, _marked_as_compiling():
+        yield
+
+
 @contextmanager
 def compile_lock_if_free() -> Iterator[bool]:
     """Hold the lock of compilations, unless another thread has it; whether it is held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -301,6 +302,27 @@ def test_unpooled_pixels_can_be_reshaped(layout):
     torch.testing.assert_close(found, wanted)
     (mine,), (theirs,) = (torch.autograd.grad((each * weight).sum(), x) for each in (found, wanted))
     torch.testing.assert_close(mine, theirs)
+
+
+def test_a_backward_is_compiled_while_no_other_thread_compiles():
+    """It is compiled when autograd first runs. What it traces sets flags of the whole process: other threads raised."""
+    order: list[str] = []
+
+    def told(gm, example_inputs, config):  # the forward, then the backward
+        order.append("begun")
+        if len(order) == 2:
+            thread.start()
+            thread.join(1)
+            order.append("ended")
+
+    def other():
+        compiled(torch.cos, options={"post_grad_custom_post_pass": lambda *_: order.append("other")})(torch.ones(3))
+
+    thread = threading.Thread(target=other)
+    run = compiled(lambda x: x.sin().sum(), options={"post_grad_custom_post_pass": told})
+    run(torch.randn(5, requires_grad=True)).backward()
+    thread.join()
+    assert order == ["begun", "begun", "ended", "other"]
 
 
 READ = {
