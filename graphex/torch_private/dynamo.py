@@ -219,7 +219,18 @@ compile_lock: AbstractContextManager[object] = private("torch._dynamo.convert_fr
 """Held by the one thread that compiles: Inductor's configuration is the whole process's."""
 
 
-_marked_as_compiling = private("torch.compiler._compile_session_context", nullcontext)
+@contextmanager
+def _flagged() -> Iterator[None]:
+    flags, name = vars(torch.compiler), "_is_compiling_flag"
+    before = flags.get(name, False)
+    flags[name] = True
+    try:
+        yield
+    finally:
+        flags[name] = before
+
+
+_marked_as_compiling = private("torch.compiler._compile_session_context", _flagged)  # new in torch 2.13
 
 
 @contextmanager
